@@ -159,7 +159,7 @@ class Bare:
         kfac: Any = trainer.optimizer
         self.adam = isinstance(kfac, KFACAdam)
         preconditioner = kfac.preconditioner
-        self.groups = preconditioner.store.applied.groups
+        self.groups = preconditioner.groups
         self.schedule = preconditioner.schedule
         covered = {p for group in self.groups for layer in group.layers for p in layer.parameters}
         self.parameters = list(covered)
@@ -175,7 +175,8 @@ class Bare:
         for group in self.groups:
             names = {layer.name for layer in group.layers}
             sizes = group.g.key.size, group.a.key.size
-            for root, n in zip(group.states("root", group.layers), sizes, strict=True):
+            for side, n in zip((group.g, group.a), sizes, strict=True):
+                root = side.state["root"]
                 if root.dim() == 2:
                     continue
                 if not names.isdisjoint(self.schedule.gathers(number, 10)):

@@ -114,6 +114,19 @@ def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [local(tensor) if is_sharded(tensor) else tensor for tensor in tensors]
 
 
+def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
+    """Return a sharded tensor like the parameter, of which this rank has ``part``."""
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor on each rank, gathered from its parts."""
     parts: Any = tensor

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ..checks import is_real
 from ..comm.ranks import GatherItem
+from ..curvature.group import Specs, specs_of, stack_key
 from ..curvature.lengths import SQUARE_SUM
 from ..curvature.rules import RULES
-from ..curvature.stacks import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan.moves import IS_REFRESHED, STARTS_ANEW, TensorSpec
@@ -61,7 +61,7 @@ def _home(layer: Layer) -> Tensor:
 
 
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    for name, view in kfac.store.views(layer):
+    for name, view in kfac.group_of[layer].views(layer):
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
@@ -75,8 +75,6 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     for the sign of a first step. After a load, ``only`` has the parameters that had an entry in the
     loaded state.
     """
-    if only is None and kfac.published_by == _facts(kfac, state):
-        return  # the case of most steps: entries hold views, which follow the tensors
     # The tensors of an earlier layout, which has a step count of its own, go: layers may be gone.
     known = set()
     for p, entry in list(state.items()):
@@ -111,22 +109,6 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             elif kfac.published.get(layer) != values:
                 entry[status].copy_(torch.tensor(values, device="cpu"))
             kfac.published[layer] = values
-    kfac.published_by = _facts(kfac, state) if only is None else None
-
-
-def _facts(kfac: Preconditioner, state: State) -> tuple[Any, ...]:
-    """Return the facts that entries depend on, and which entries exist: users may empty some."""
-    return (
-        [isinstance(e, dict) and e.get(STEP) is kfac.step_count for e in state.values()],
-        [p.grad is not None for p in kfac.registry.parameters],
-        [
-            (x.has_average, x.missed, x.has_state, layer.covers, x.failures)
-            for x, layer in zip(
-                kfac.registry.states.values(), kfac.registry.layers.values(), strict=True
-            )
-        ],
-        kfac.options,
-    )
 
 
 def _convention(kfac: Preconditioner) -> int:
@@ -171,11 +153,23 @@ def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, Gath
     """Yield a layer's tensors on all ranks, with the rank that sends each."""
     here, home, device = dict(_named(kfac, layer)), _home(layer), stack_key(layer, "g").device
     placements = kfac.registry.placements
-    for prefix, side, specs in kfac.store.specs(layer):
+    for prefix, side, specs in _specs(kfac, layer):
         source = placements.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{PREFIX}{layer.tag}{prefix}{spec.name}"
             yield spec, GatherItem((home, name), source, shape, dtype, device, here.get(name))
+
+
+def _specs(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
+    """Yield a layer's tensors: their prefix, and the factor whose owner has them."""
+    sizes, blocks = kfac.sizes, layer.blocks
+    average, stored = kfac.options.factor_dtype, kfac.rule.dtype
+    g, a = stack_key(layer, "g"), stack_key(layer, "a")
+    for side, key in (("a", a), ("g", g)):
+        owned = specs_of(sizes.of_owner, blocks, key[:2], average, key.dtype)
+        applied = specs_of(sizes.of_factor, blocks, key[:2], stored, key.dtype)
+        yield f"{side}_", side, owned | applied
+    yield "", "g", specs_of(sizes.of_gradient, blocks, (g.size, a.size), stored, g.dtype)
 
 
 # ---- loading ----
@@ -212,7 +206,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
     They are of preconditioned gradients, and K-FAC's now of raw ones, or the other way round; or
     one number a block took the place of second moments that the base reads.
     """
-    lacks_second = SQUARE_SUM not in kfac.store.sizes.of_gradient and any(
+    lacks_second = SQUARE_SUM not in kfac.sizes.of_gradient and any(
         key.endswith(SQUARE_SUM.name) for entry in entries.values() for key in entry
     )
 

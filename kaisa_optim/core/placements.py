@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from ..comm import sharding
 from ..comm.ranks import Ranks
-from ..curvature.stacks import stack_key
+from ..curvature.group import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
 from ..plan import assignment

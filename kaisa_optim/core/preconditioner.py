@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,28 +18,34 @@ from torch import Tensor, nn
 from ..capture.hooks import Capture
 from ..comm import agreement
 from ..comm.ranks import Ranks
-from ..curvature import rules
-from ..curvature.averages import RunningAverages
-from ..curvature.lengths import Length
+from ..comm.sharding import is_sharded, local
+from ..curvature import averages, rules
+from ..curvature.group import Group, ParameterStack, alike, by_device, stack_key, strides
+from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
 from ..curvature.refresh import Refresher
-from ..curvature.rules import Rule, StepValues
+from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
-from ..plan.moves import Sizes
+from ..plan.moves import Sizes, gradient_rounds
+from ..plan.routes import Round, chunks, grouped
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
-from ..stages import staged
-from . import coverage, gradients, reports
+from ..stages import stage, staged
+from . import coverage, reports
 from .coverage import CoverageReport
-from .exchange import BaseSide, Exchange
+from .exchange import Exchange
 from .hyperparameters import Hyperparameters, rate_of, refuse_name
-from .options import SHARED, Group, Options
+from .options import SHARED, Options
+from .options import Group as ParamGroup
+from .plan import CLIP_TERMS, Plan, products
 from .registry import Registry
 from .status import Status
-from .store import FactorStore
+from .transport import Local, Rows, Shards
 from .view import Forward, View
 
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
+# What a plan depends on beside the parameters themselves.
+_LAYOUT = operator.attrgetter("device", "dtype"), operator.methodcaller("stride")
 _GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
@@ -72,7 +83,7 @@ class Preconditioner:
         self,
         model: nn.Module,
         options: Options,
-        groups: list[Group],
+        groups: list[ParamGroup],
         group_schedules: list[dict[str, Callable[[int], Any]]],
         length: Length,
         known: Iterable[Tensor] = (),
@@ -110,15 +121,23 @@ class Preconditioner:
         )
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options)
-        averages = RunningAverages(
-            kaisa_scaling=scaling, dtype=options.factor_dtype, scale_free=rule.scale_free
-        )
-        sizes = sizes_of(rule, options)
-        self.store = FactorStore(averages, rule, Refresher(rule), sizes)
-        self.exchange = Exchange(self.ranks, self.registry, rule, sizes)
-        self.plan = StepPlan(-1)  # the last step's plan
+        self.sizes = sizes_of(rule, options)
+        self.refresher = Refresher(rule)
+        self.exchange = Exchange(self.ranks, self.registry, rule, self.sizes)
+        self.groups: list[Group] = []  # of all active layers
+        self.group_of: dict[Layer, Group] = {}
+        self._chunks: list[list[Layer]] = []  # sharded layers whose gradients travel together
+        self._rounds: list[tuple[torch.device, list[Round]]] = []  # of new gradients to receivers
+        self.places: list[tuple[torch.device, torch.dtype]] = []  # of the layers, when laid out
+        self.plan: Plan | None = None
+        self.compilations = 0
+        self._held: Any = None  # what the plan's entries held after the last step
+        self._facts: Any = None  # that the plan was compiled from
+        self.work = StepPlan(-1)  # of the last step, on averages and state
+        # Numbers of the last step; the clip is on its device.
+        self.clip: Tensor | None = None  # ν
+        self.damping_of: Callable[[Layer], float] | None = None
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
-        self.published_by: Any = None  # the facts that the state's entries were made from
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self._unsettled: list[Exception | None] = []
         self.rebuild(groups)
@@ -165,12 +184,10 @@ class Preconditioner:
 
     # ---- the step ----
 
-    def step(
-        self, groups: list[Group] | None = None, base: BaseSide | None = None
-    ) -> dict[Tensor, Tensor]:
-        """Take one step; return the gradient for the base of each covered parameter that has one.
+    def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> None:
+        """Take one step: agree, renew factors, and step the parameters by new gradients.
 
-        With a ``base``, return the directions of the parameters that K-FAC steps in its place.
+        ``base`` is the base optimizer's part in it.
         """
         if groups is None:
             # Users of kfac-pytorch call it.
@@ -185,7 +202,8 @@ class Preconditioner:
         if self.ranks.world == 1 or self._exchanges():
             of_layer = self.sums.of_layer
             self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
-        if self.store.places != registry.devices:
+        facts = self._read_facts(groups, base)
+        if facts != self._facts and self.places != registry.devices:
             self.allocate()
 
         # Agree: the only decision that ranks take together
@@ -193,34 +211,29 @@ class Preconditioner:
         if agreed is None:
             # The step does not count. The base must not begin moments that K-FAC keeps.
             self.capture.reset()
-            if base is None:
-                return {}
-            base.open(*self.exchange.stepped(all_layers=True))
-            covered = [p for x in registry.active for p in x.parameters]
-            return {p: torch.zeros_like(p) for p in covered if p.grad is not None}
-        values = StepValues(
-            registry.values("damping", groups), registry.values("factor_decay", groups)
-        )
+            plan = self.compile(groups, base, all_layers=True)
+            base.open(plan)
+            base.rest(plan, [False] * len(plan.parameters))
+            self.plan = None
+            return
         states = registry.states
-        self.plan = plan = plan_step(self.steps, agreed, states, self._slot())
+        self.work = work = plan_step(self.steps, agreed, states, self._slot())
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        if plan.changes_factors:
-            self._renew(plan, agreed, values)
+        if work.changes_factors or self.rule.reads_damping:
+            self.damping_of = registry.values("damping", groups)
+        if work.changes_factors:
+            self._renew(work, agreed, registry.values("factor_decay", groups))
+        if work.exchanges:
+            layers = [x for group in self.groups if group.applied for x in group.layers]
+            reports.name_layers_without_statistics(layers, states, self.status.named)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
-        reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
-        if base is None:
-            updates = self.exchange.updates(values)
-            if (kl_clip := self.hyperparameters.kl_clip) is not None:
-                alphas = [
-                    rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
-                ]
-                self.exchange.clip = updates.clip(kl_clip, alphas, registry.group_of)
-            new = updates.by_parameter(registry.in_parts)
-        else:
-            new = self.exchange.directions(base, values)
-        if plan.exchanges:
+        if self.plan is None or facts != self._facts or self._held != base.held(self.plan):
+            self.plan, self._facts = self.compile(groups, base), facts
+        self.direct(self.plan, groups, base)
+        self._held = base.held(self.plan)
+        if work.exchanges:
             self.hyperparameters.take_intervals(self.steps + 1)
             name_unseen(self.capture, registry)
         self.steps += 1
@@ -229,7 +242,126 @@ class Preconditioner:
         self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
         self._choose()
-        return new
+
+    def direct(self, plan: Plan, groups: list[ParamGroup], base: Any) -> None:
+        """Step the plan's parameters along new directions or gradients; the base steps the others."""
+        numbers = base.follow(plan)
+        for transport in plan.transports:
+            transport.exchange(functools.partial(self._make, numbers))
+        with stage("length"):
+            kl_clip, self.clip = self.hyperparameters.kl_clip, None
+            if self.rule.makes_directions or kl_clip is None or plan.whole is None:
+                plan.finish(self.rule.length, numbers)
+            else:
+                alphas = [
+                    rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
+                ]
+                self.clip = plan.clip(kl_clip, alphas)
+        base.let_go(plan)
+        with stage("base step"):
+            base.rest(plan, numbers.present)
+            base.descend(plan, numbers.present)
+        plan.clear()
+
+    def _make(self, base: BaseNumbers, share: Share) -> None:
+        """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""
+        rule, damping_of = self.rule, self.damping_of
+        with stage("precondition"):
+            matrices = [group.collect("ahead") for group in share.groups]
+            if rule.length is None:
+                share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
+                terms = [products(*x) for x in zip(matrices, share.directions, strict=True)]
+                none = share.roots.new_empty(len(share.roots), 0)
+                share.terms = torch.cat(terms) if self.sizes.terms else none
+                return
+            # Squares of tiny and of huge numbers would be zero or infinite.
+            peaks = norms_of(matrices, math.inf)
+            peaks = torch.where(peaks == 0, 1.0, peaks)
+            torch._foreach_div_(matrices, list(peaks[:, None, None].split(share.sizes)))
+            with rule.precision(share.like.device):
+                share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
+            with stage("length"):
+                share.terms = rule.length.give(share, matrices, peaks, base)
+
+    # ---- the plan ----
+
+    def _read_facts(self, groups: list[ParamGroup], base: Any) -> Any:
+        """Return the facts that a plan depends on: parameters, their layouts, kept momenta.
+
+        An id is safe here, since the plan holds the parameters.
+        """
+        lists = [group["params"] for group in groups]
+        parameters = [*itertools.chain.from_iterable(lists)]
+        facts = [[*map(fact, parameters)] for fact in (id, *_LAYOUT)]
+        return facts, [*map(len, lists)], [*map(base.keeps, groups)]
+
+    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
+        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
+
+        All layers of these parameters have a state; ``all_layers`` takes all for ready.
+        """
+        registry = self.registry
+        if not self.rule.makes_directions:
+            return set(), set()
+        layers = registry.active if all_layers else registry.with_state
+        chosen, sharded = set(layers), registry.placements.sharded
+        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
+        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
+        here = [x for x in layers if x in sharded or self.group_of[x].applied]
+        return ready, {p for x in here for p in x.parameters if p in ready}
+
+    def compile(self, groups: list[ParamGroup], base: Any, *, all_layers: bool = False) -> Plan:
+        """Return the plan of the steps to come, for the layers that have a state."""
+        registry, sharded = self.registry, self.registry.placements.sharded
+        layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
+        ready, mine = self.stepped(all_layers=all_layers)
+        if not self.rule.makes_directions:
+            ready = {p for x in layers for p in x.parameters}
+            here = [x for x in layers if x in sharded or self.group_of[x].applied]
+            mine = {p for x in here for p in x.parameters}
+        number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
+        for p in [p for g in self.groups for x in g.layers if x in layers for p in x.parameters]:
+            if p in ready and p in number_of:
+                part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
+                layout = part.shape, strides(part), part.dtype, part.device
+                kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
+        former = {} if self.plan is None else {x.key: x for x in self.plan.stacks}
+        stacks = []
+        for (_, number, keeps, _), parts in kinds.items():
+            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
+            stacks.append(former.get(stack.key, stack))
+        rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
+        room: dict[ParameterStack, int] = {}
+        for group in self.groups:
+            if group.layers[0] not in sharded:
+                group.place([x for x in group.layers if x in layers], rows, room)
+        for stack in stacks:
+            stack.is_partial = room.get(stack, 0) < math.prod(stack.shape)
+        rest = [[p for p in group["params"] if p not in rows] for group in groups]
+        plan = Plan(stacks, rest)
+
+        def share_of(some: Sequence[Group]) -> Share:
+            return Share(some, plan.index, number_of)
+
+        terms = self.sizes.terms
+        if self._rounds and layers:
+            plan.transports.append(Rows(self._rounds, self.ranks, terms, self.group_of, share_of))
+        elif self.ranks.grid.columns == 1:
+            plan.transports.append(Local(self.groups, share_of))
+        begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
+        if begun:
+            part = registry.placements, self.ranks, terms, rows, self.group_of, share_of
+            measures = self.rule.makes_directions
+            plan.transports.append(Shards(begun, *part, measures=measures))
+        every = [group for transport in plan.transports for group in transport.groups]
+        plan.whole = share_of(every) if every and terms else None
+        base.adopt(plan)
+        base.part_from(plan)
+        for transport in plan.transports:
+            transport.take_former()
+        self.compilations += 1
+        return plan
 
     def _exchanges(self) -> bool:
         """Return whether ranks have something to agree on in this step.
@@ -242,7 +374,7 @@ class Preconditioner:
             return True
         return any([not x.has_average and x.waits for x in self.registry.states.values()])
 
-    def _agree(self, groups: list[Group]) -> AgreedStep | None:
+    def _agree(self, groups: list[ParamGroup]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
         if not self._exchanges():
             return AgreedStep()
@@ -254,7 +386,7 @@ class Preconditioner:
         self.status.check(agreed, report, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
         told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
-        self.store.refresher.forget_answers(self.store.owned, told)
+        self.refresher.forget_answers(self.group_of, told)
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
         if self.status.is_silent(agreed, capture, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
@@ -285,7 +417,7 @@ class Preconditioner:
     def _report(self, common: dict[str, Any]) -> StepReport:
         """Return the report of this rank's captures since the last step."""
         capture, sums, sections = self.capture, self.sums, self.registry.sections
-        graded, all_sums = gradients.with_gradient(sections), sums.of_layer.values()
+        graded, all_sums = [*map(has_gradient, sections)], sums.of_layer.values()
         return StepReport(
             elsewhere=capture.compared(),
             failed=capture.errors.error is not None,
@@ -298,35 +430,40 @@ class Preconditioner:
             terms=sums.terms(),
             lacks_half_products=self._lacks_half_products(),
             gradients=graded,
-            stale=self.store.refresher.answers(self.store.owned, self.registry.deferred),
+            stale=self.refresher.answers(self.group_of, self.registry.deferred),
             rows=sums.rows(sections),
             crossed=sums.rows(sections, crossed=True),
         )
 
-    def _renew(self, plan: StepPlan, agreed: AgreedStep, values: StepValues) -> None:
+    def _renew(
+        self, work: StepPlan, agreed: AgreedStep, decay_of: Callable[[Layer], float]
+    ) -> None:
         """Bring averages and state up to date.
 
         Decompositions wait for all sums. If an owner decomposed after its first sums, the other
         ranks would wait for its terms of the next sums.
         """
-        layers, store = self.registry.layers, self.store
-        average = [layers[name] for name in plan.average]
+        layers, damping_of = self.registry.layers, self.damping_of
+        assert damping_of is not None
+        average, scale_free = [layers[name] for name in work.average], self.rule.scale_free
         for arrived in staged("reduce", self.exchange.sums(self.sums, average, agreed)):
-            store.averages.update(store.owned, arrived, agreed, values.decay_of)
+            averages.update(self.groups, arrived, agreed, decay_of, scale_free=scale_free)
         self.sums.clear()
-        due = [layers[name] for name in plan.refresh]
+        due = [layers[name] for name in work.refresh]
         if not due:
             return
-        shifts = self.exchange.damping_shifts(store.owned, due, values.damping_of)
+        shifts = self.exchange.damping_shifts(due, damping_of)
         try:
-            store.refresher.decompose(store.owned, store.applied, plan, shifts)
+            self.refresher.decompose(self.groups, work.refresh, work.again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
-        self.exchange.share_state(due, values.damping_of)
-        for state in [self.registry.states[name] for name in plan.refresh]:
+        self.exchange.share_state(due, damping_of)
+        if not all(self.registry.states[name].has_state for name in work.refresh):
+            self.plan = None
+        for state in [self.registry.states[name] for name in work.refresh]:
             state.has_state = state.deferred = True
             state.refreshes += 1
-            state.before, state.refreshed = state.refreshed, plan.number
+            state.before, state.refreshed = state.refreshed, work.number
 
     def _slot(self) -> frozenset[str]:
         return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
@@ -355,7 +492,7 @@ class Preconditioner:
 
     # ---- values that must be alike on all ranks ----
 
-    def _common(self, groups: list[Group]) -> dict[str, Any]:
+    def _common(self, groups: list[ParamGroup]) -> dict[str, Any]:
         if self.ranks.world == 1:
             return {}  # nobody to compare them with
         values, parameters = reports.of_groups(groups), self.hyperparameters
@@ -365,11 +502,11 @@ class Preconditioner:
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
     def _lacks_half_products(self) -> bool:
-        return self.rule.lacks_half_products({device for device, _ in self.store.places})
+        return self.rule.lacks_half_products({device for device, _ in self.places})
 
     # ---- the model ----
 
-    def rebuild(self, groups: list[Group]) -> None:
+    def rebuild(self, groups: list[ParamGroup]) -> None:
         """Match model and parameter groups anew; layers that stay as they were keep their state."""
         registry = self.registry
         registry.match_groups(groups)
@@ -405,17 +542,55 @@ class Preconditioner:
 
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
-        registry = self.registry
-        registry.placements.find_facts(registry.layers.values())
-        self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
-        self.exchange.allocate(self.store.applied)
+        registry, ranks, options = self.registry, self.ranks, self.options
+        placements, active = registry.placements, registry.active
+        placements.find_facts(registry.layers.values())
+        values = {
+            x: dict(self.group_of[x].views(x)) for x in registry.with_average if x in self.group_of
+        }
+        whole = [layer for layer in active if layer not in placements.sharded]
+        columns, facts, self._rounds = ranks.grid.columns, placements.facts, []
+        lists = alike(whole) if columns == 1 else []
+        for same in by_device(whole) if columns > 1 else ():
+            row, limit = ranks.grid.receivers_of(ranks.rank), ranks.bucket_bytes
+            rounds = gradient_rounds(same, facts.__getitem__, self.sizes, row, limit)
+            self._rounds.append((same[0].parameters[0].device, rounds))
+            lists += [x for (bucket,) in rounds for item in bucket.items for x in item.content]
+        sharded = [layer for layer in active if layer in placements.sharded]
+        # Each rank has only a part of the bytes of a chunk.
+        limit = ranks.bucket_bytes * ranks.world
+        parts = chunks(sharded, lambda x: facts[x].gradient * facts[x].itemsize, limit)
+        self._chunks = [*parts]
+        for chunk in self._chunks:
+            owned = grouped(chunk, lambda x: placements.owner(x, "g")).values()
+            lists += [same for layers in owned for same in alike(layers)]
+        self.groups = []
+        for layers in lists:
+            owner = placements.owner(layers[0], "g")
+            group = Group(layers, applied=owner % columns == ranks.rank % columns)
+            self.groups.append(group)
+            if group.applied:
+                group.allocate(
+                    self.sizes,
+                    options.factor_dtype,
+                    self.rule.dtype,
+                    lambda layer, side: placements.owner(layer, side) == ranks.rank,
+                    at_identity=options.kaisa_scaling,
+                )
+        self.group_of = {layer: group for group in self.groups for layer in group.layers}
+        self.exchange.group_of = self.group_of
+        self.refresher.forget_answers(self.group_of)  # those on their way are of former stacks
+        self.places, self.plan = registry.devices, None
+        for layer in values.keys() & self.group_of.keys():
+            for name, view in self.group_of[layer].views(layer):
+                if name in values[layer]:
+                    view.copy_(values[layer][name])
         at_once = self.options.at_once(self.ranks.world)
         self.schedule = Schedule([*registry.placements.facts.values()], at_once, self.options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new
         # stacks: publish them anew.
         self.step_count = torch.tensor(self.steps, device="cpu")
         self.published.clear()
-        self.published_by = None
 
     # ---- loading ----
 
@@ -447,7 +622,7 @@ class Preconditioner:
         if layers:
             self.allocate()
 
-    def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer] | None:
+    def settle_load(self, groups: list[ParamGroup], momenta: Parameters) -> list[Layer] | None:
         """Compare loaded states; return the layers whose ``momenta`` only some ranks have.
 
         Return None if there is nothing to compare.
@@ -485,6 +660,12 @@ class Preconditioner:
         self.sums.clear()
 
 
+def has_gradient(layer: Layer) -> bool:
+    """Return whether a layer has a gradient: of the weight, of the bias, or of both."""
+    own = layer.parameters
+    return bool(own) and (own[0].grad is not None or own[-1].grad is not None)
+
+
 def name_unseen(capture: Capture, registry: Registry) -> None:
     """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
@@ -498,7 +679,7 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     """Return what the bytes of this rule depend on under these options."""
     dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    terms = rule.sizes.terms if rule.makes_directions else gradients.CLIP_TERMS * clips
+    terms = rule.sizes.terms if rule.makes_directions else CLIP_TERMS * clips
     return rule.sizes._replace(average=average, wire=wire, terms=terms)
 
 

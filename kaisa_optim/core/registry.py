@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -43,7 +42,6 @@ class Registry:
         self.states: dict[str, LayerState] = {}
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
-        self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
         self.group_of: dict[Tensor, int] = {}  # the number of each parameter's group
         self._accepted = set(known)  # parameters that are, or were, the model's
@@ -161,8 +159,6 @@ class Registry:
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
         self.uncovered, self.skipped = found.uncovered, found.skipped
-        uses = Counter(p for x in self.layers.values() for p in (x.weight, x.bias))
-        self.in_parts = {p for p, count in uses.items() if p is not None and count > 1}
         self.placements.place(self.layers)
         self.sections = {layer: layer.sections for layer in self.layers.values()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
-from ..curvature.stacks import AppliedFactors
 from ..errors import invalid_because
 from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
@@ -179,10 +178,9 @@ def _wide_factors(registry: Registry, rule: Rule) -> str:
 
 
 def name_layers_without_statistics(
-    applied: AppliedFactors, states: Mapping[str, LayerState], named: set[Layer]
+    layers: Iterable[Layer], states: Mapping[str, LayerState], named: set[Layer]
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
-    layers = [layer for group in applied.groups for layer in group.layers]
     for layer in [x for x in layers if not states[x.name].has_average and x not in named]:
         unseen = states[layer.name].unseen
         # Search calls around the layer's module first; coverage() reports layers by use.

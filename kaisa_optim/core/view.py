@@ -92,7 +92,7 @@ class View:
         kfac = self._kfac
         placements, ranks = kfac.registry.placements, kfac.ranks
         facts = [*placements.facts.values()]
-        return Account(facts, ranks.grid, kfac.store.sizes, ranks.bucket_bytes)
+        return Account(facts, ranks.grid, kfac.sizes, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class View:
         A is of inputs and G of output gradients, in whichever order the weight is stored.
         Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
-        registry, owned = self._kfac.registry, self._kfac.store.owned
+        registry, group_of = self._kfac.registry, self._kfac.group_of
         layer = registry.layers.get(name)
         if layer is None:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
@@ -116,14 +116,15 @@ class View:
         away = [
             f"{label} is on rank {registry.placements.owner(layer, side)}"
             for label, side in zip("AG", sides, strict=True)
-            if (layer, side) not in owned.by_key
+            if layer not in getattr(group_of[layer], side).owned
         ]
         if away:
             raise KeyError(
                 f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that "
                 "rank. colocate_factors=True puts A and G on one"
             )
-        a, g = (owned.by_key[layer, side]["average"] for side in sides)
+        both = (getattr(group_of[layer], side) for side in sides)
+        a, g = (side.averages["average"][side.owned[layer]] for side in both)
         return a, g
 
     def memory_usage(self) -> dict[str, int]:
@@ -132,10 +133,11 @@ class View:
         Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
         not count.
         """
-        store, usage = self._kfac.store, Counter[str]()
-        kinds = {spec.name: spec.kind for spec in store.sizes.specs}
-        for name, tensor in (*store.owned.tensors(), *store.applied.tensors()):
-            usage[kinds[name]] += tensor.nbytes
+        usage = Counter[str]()
+        kinds = {spec.name: spec.kind for spec in self._kfac.sizes.specs}
+        for group in self._kfac.groups:
+            for name, tensor in group.all_tensors():
+                usage[kinds[name]] += tensor.nbytes
         return {**usage, "total": usage.total(), "pending": self._kfac.sums.bytes()}
 
     def communication_volume(self) -> dict[str, float]:
@@ -181,16 +183,17 @@ class View:
         }
         ages = [kfac.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
         numbers |= _extremes("age", ages)
-        clip, damping_of = kfac.exchange.clip, kfac.exchange.damping_of
+        clip, damping_of = kfac.clip, kfac.damping_of
         if wait and clip is not None:
             numbers["clip"] = clip.item()
         if wait and rule.quality and damping_of is not None:
-            owned, applied = kfac.store.owned.by_key, kfac.store.applied.by_key
-            measured = [
-                rule.measure(owned[key], applied[key], damping_of(key[0]))
-                for key in owned
-                if key in applied and registry.states[key[0].name].has_state
-            ]
+            name, measured = kfac.sizes.of_factor[0].name, []
+            for group in kfac.groups:
+                for side, layer in [(side, x) for side in group.sides for x in side.owned]:
+                    if registry.states[layer.name].has_state:
+                        average = side.averages["average"][side.owned[layer]]
+                        state = side.state[name][group.slots[layer]]
+                        measured.append(rule.measure(side.key, average, state, damping_of(layer)))
             numbers |= _extremes(rule.quality, [x for one in measured for x in one.tolist()])
         return numbers
 

@@ -1,10 +1,10 @@
-"""Running averages of the factors, with bias correction."""
+"""Running averages of the factors, with bias correction:
+x̂ ← x̂ + ((1 - β) / w)(x - x̂), w ← βw + 1 - β; the first value is taken as it is."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,106 +13,97 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.kronecker import least
 from ..linalg.precision import full_precision
-from ..plan.moves import TensorSpec
 from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
-from .stacks import Factor, Factors, Key, StackKey, common_or_each, per_block, sent
+from .group import Group, Key, Side, StackKey, common_or_each, per_block, sent
 
 Number = Tensor | float  # a tensor has one entry a block
 DecayOf = Callable[[Layer], float]
 
 
-class RunningAverages:
-    """x̂ ← x̂ + ((1 - β) / w)(x - x̂), w ← βw + 1 - β: the first value is taken as it is."""
+def update(
+    groups: Sequence[Group],
+    sums: dict[Key, Tensor],
+    agreed: AgreedStep,
+    decay_of: DecayOf,
+    *,
+    scale_free: bool,
+) -> None:
+    """Take new values of owned factors into their averages.
 
-    def __init__(
-        self, *, kaisa_scaling: bool, dtype: torch.dtype | None, scale_free: bool = False
-    ) -> None:
-        self.kaisa_scaling = kaisa_scaling
-        # Each step's G enters divided by its mean eigenvalue: a loss scale may change.
-        self.scale_free = scale_free
-        self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
+    ``scale_free``: each step's G enters divided by its mean eigenvalue, since a loss scale may
+    change.
+    """
+    owned = [(x, side) for group in groups for side in group.sides for x in side.owned]
+    updated = [(x, side) for x, side in owned if (x, side.name) in sums]
+    with full_precision(), stage("average"):
+        for factors in grouped(updated, lambda x: x[1].key[2:]).values():
+            values = [sums[layer, side.name] for layer, side in factors]
+            _update(factors, values, agreed, decay_of, scale_free)
 
-    def allocate(self, owned: Factors, kept: Sequence[TensorSpec]) -> None:
-        for stack in owned.stacks.values():
-            stack.allocate(kept, self.dtype)
-            if self.kaisa_scaling:
-                # The papers correct no bias: averages start at the identity, at full weight.
-                stack.tensors["weight"].fill_(1.0)
-                average = stack.tensors["average"]
-                diagonal = average if stack.key.diagonal else average.diagonal(dim1=-2, dim2=-1)
-                diagonal.fill_(1.0)
 
-    def update(
-        self,
-        owned: Factors,
-        sums: dict[Key, Tensor],
-        agreed: AgreedStep,
-        decay_of: DecayOf,
-    ) -> None:
-        """Take new values of owned factors into their averages."""
-        stacks = owned.stacks.values()
-        updated = [f for stack in stacks for f in stack.factors if (f.layer, f.side) in sums]
-        with full_precision(), stage("average"):
-            for factors in grouped(updated, operator.attrgetter("place")).values():
-                values = [sums[f.layer, f.side] for f in factors]
-                self._update(factors, values, agreed, decay_of)
-
-    def _update(
-        self,
-        factors: list[Factor],
-        values: list[Tensor],
-        agreed: AgreedStep,
-        decay_of: DecayOf,
-    ) -> None:
-        """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
-        like, layers = factors[0].key, [factor.layer for factor in factors]
-        blocks = [layer.blocks for layer in layers]
-        diagonals = [
-            value if factor.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
-            for factor, value in zip(factors, values, strict=True)
+def _update(
+    factors: list[tuple[Layer, Side]],
+    values: list[Tensor],
+    agreed: AgreedStep,
+    decay_of: DecayOf,
+    scale_free: bool,
+) -> None:
+    """Take values of any shapes, on one device: numbers of all blocks are one tensor."""
+    like, layers = factors[0][1].key, [layer for layer, _ in factors]
+    blocks = [layer.blocks for layer in layers]
+    diagonals = [
+        value if side.key.diagonal else value.diagonal(dim1=-2, dim2=-1)
+        for (_, side), value in zip(factors, values, strict=True)
+    ]
+    # Each block's trace: no entry of a diagonal is below zero.
+    each = [block for diagonal in diagonals for block in diagonal.unbind()]
+    traces = torch.stack(torch._foreach_norm(each, 1))
+    finite = traces < math.inf  # NaN is not
+    if scale_free:
+        counts = finite & (traces > least(traces.dtype))
+        traces = torch.where(counts, traces, 1.0)
+        # Divide values of G by their mean eigenvalues; turned layers have G in A.
+        rows_of = zip(factors, values, _each(traces, values), strict=True)
+        of_g = [
+            (side, *value)
+            for (layer, side), *value in rows_of
+            if (side.name == "g") != (layer.name in agreed.turned)
         ]
-        # Each block's trace: no entry of a diagonal is below zero.
-        each = [block for diagonal in diagonals for block in diagonal.unbind()]
-        traces = torch.stack(torch._foreach_norm(each, 1))
-        finite = traces < math.inf  # NaN is not
-        if self.scale_free:
-            counts = finite & (traces > least(traces.dtype))
-            traces = torch.where(counts, traces, 1.0)
-            # Divide values of G by their mean eigenvalues; turned layers have G in A.
-            rows_of = zip(factors, values, _each(traces, values), strict=True)
-            of_g = [x for x in rows_of if (x[0].side == "g") != (x[0].layer.name in agreed.turned)]
-            if of_g:
-                of, matrices, divisors = zip(*of_g, strict=True)
-                torch._foreach_div_(matrices, divisors)
-                torch._foreach_mul_(matrices, [float(factor.key.size) for factor in of])
-        # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
-        # On a CPU, the answer costs no wait and saves a pass over finite sums.
-        if like.device.type != "cpu" or not finite.all():
-            for value, broken in zip(values, _each(~finite, values), strict=True):
-                value.masked_fill_(broken, 0)
-        weights = [f.tensors["weight"][f.slots] for f in factors]
-        rows = has_rows(layers, agreed, like)
-        taken = finite if rows is None else finite & rows
-        # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
-        keep = common_or_each(layers, decay_of, like)
-        each_takes = isinstance(keep, Tensor)
-        take = per_block(layers, lambda x: 1 - decay_of(x), like) if each_takes else 1 - keep
-        decays = keep, take
-        grown, step = weighed(torch.cat(weights), decays, taken)
-        torch._foreach_copy_(weights, list(grown.split(blocks)))
-        averages, steps = [f.tensors["average"][f.slots] for f in factors], _each(step, values)
-        if averages[0].dtype == values[0].dtype:
-            torch._foreach_lerp_(averages, values, steps)
-        else:
-            for average, value, part in zip(averages, values, steps, strict=True):
-                average.copy_(average.to(value.dtype).lerp_(value, part))
-        rejected = [f.tensors["rejected"][f.slots] for f in factors]
-        torch._foreach_add_(rejected, list((~finite).int().split(blocks)))
-        for factor in factors if rows is not None else ():
-            if not all(agreed.has_rows(factor.layer.name)):
-                _stand_in(factor)
+        if of_g:
+            sides, matrices, divisors = zip(*of_g, strict=True)
+            torch._foreach_div_(matrices, divisors)
+            torch._foreach_mul_(matrices, [float(side.key.size) for side in sides])
+    # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
+    # On a CPU, the answer costs no wait and saves a pass over finite sums.
+    if like.device.type != "cpu" or not finite.all():
+        for value, broken in zip(values, _each(~finite, values), strict=True):
+            value.masked_fill_(broken, 0)
+    weights = _views(factors, "weight")
+    rows = has_rows(layers, agreed, like)
+    taken = finite if rows is None else finite & rows
+    # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
+    keep = common_or_each(layers, decay_of, like)
+    each_takes = isinstance(keep, Tensor)
+    take = per_block(layers, lambda x: 1 - decay_of(x), like) if each_takes else 1 - keep
+    decays = keep, take
+    grown, step = weighed(torch.cat(weights), decays, taken)
+    torch._foreach_copy_(weights, list(grown.split(blocks)))
+    averages, steps = _views(factors, "average"), _each(step, values)
+    if averages[0].dtype == values[0].dtype:
+        torch._foreach_lerp_(averages, values, steps)
+    else:
+        for average, value, part in zip(averages, values, steps, strict=True):
+            average.copy_(average.to(value.dtype).lerp_(value, part))
+    torch._foreach_add_(_views(factors, "rejected"), list((~finite).int().split(blocks)))
+    for i, layer in enumerate(layers) if rows is not None else ():
+        if not all(agreed.has_rows(layer.name)):
+            _stand_in(averages[i], weights[i])
+
+
+def _views(factors: list[tuple[Layer, Side]], name: str) -> list[Tensor]:
+    return [side.averages[name][side.owned[layer]] for layer, side in factors]
 
 
 def _each(numbers: Tensor, matrices: list[Tensor]) -> list[Tensor]:
@@ -121,12 +112,12 @@ def _each(numbers: Tensor, matrices: list[Tensor]) -> list[Tensor]:
     return [part[:, None, None] if x.dim() == 3 else part[:, None] for part, x in parts]
 
 
-def _stand_in(factor: Factor) -> None:
+def _stand_in(average: Tensor, weight: Tensor) -> None:
     """Give blocks without rows so far, such as experts', the mean of the others' averages.
 
     Damping alone would make their first steps far longer than the other blocks' steps.
     """
-    average, seen = factor["average"], factor["weight"] > 0
+    seen = weight > 0
     shares = seen.to(average.dtype) / seen.sum().clamp(min=1)
     mean = (average * _each(shares, [average])[0]).sum(0)
     average.copy_(torch.where(_each(seen, [average])[0], average, mean))

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..layers import Layer
 from ..plan.moves import TensorSpec
-from .stacks import per_block, sent, stack_key
+from .group import Group, per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
 
@@ -48,43 +47,99 @@ _TINY = 1e-30  # a divisor in place of zero
 SQUARE_SUM = TensorSpec("square_sum", "counters", "number", "own")
 
 
-@dataclass
-class OfBase:
-    """The base's side of one step, tensors by parameter; sharded parameters have their own part."""
-
-    momenta: dict[Tensor, Tensor] = field(default_factory=dict)  # the base would step along these
-    # A length sums these over each block: gradients, or the momenta times the base's own step.
-    measured: dict[Tensor, Tensor] = field(default_factory=dict)
-    # Second moments that the base kept as long as it stepped the parameter itself.
-    former: dict[Tensor, Tensor] = field(default_factory=dict)
-    settings: dict[Tensor, Any] = field(default_factory=dict)  # of parameters, for their lengths
-    idle: Any = None  # the settings of the others
-    # Learning rates. The base does not step a parameter that a user took out of its group.
-    rates: dict[Tensor, float | Tensor] = field(default_factory=dict)
+SHARD_SUMS = 3  # of each block of a sharded layer: what is measured, former moments, weights
 
 
-class Blocks:
-    """The blocks of some layers, of any shapes on one device: what stays from step to step."""
+class BaseNumbers(NamedTuple):
+    """The numbers of the base in one step; the last of a list is of a parameter that is not ours."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = list(layers)
-        self.like = stack_key(layers[0], "g")
-        self.counts = [layer.blocks for layer in layers]
-        self.weights: list[Tensor] = [layer.parameters[0] for layer in layers]
-        self.biases: list[Tensor] = [layer.parameters[-1] for layer in layers]
-        sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in layers}
-        self.roots = per_block(layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
+    rates: list[Any]  # learning rates of the optimizer's groups
+    settings: list[Any]  # of the plan's parameters, for their lengths
+    present: list[bool] | None  # whether the plan's parameters have a gradient; None: all have
+
+
+class Share:
+    """Groups on one device that are stepped together, and the numbers of their blocks side by side.
+
+    ``index`` has the places of parameters in the plan, ``number_of`` the numbers of their groups in
+    the optimizer. Numbers of blocks, whatever their shapes, are one tensor, ``[blocks]``.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        index: Mapping[Tensor, int],
+        number_of: Mapping[Tensor, int],
+    ) -> None:
+        self.groups = list(groups)
+        self.layers = [layer for group in groups for layer in group.layers]
+        self.like = groups[0].g.key
+        self.sizes = [group.count for group in groups]
+        self.counts = [layer.blocks for layer in self.layers]
+        # The first parameter of a layer is its weight, the last its bias.
+        first, last = ([x.parameters[i] for x in self.layers] for i in (0, -1))
+        self.weights = [index.get(p, -1) for p in first]
+        self.biases = [index.get(p, -1) for p in last]
+        self._numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
+        sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in self.layers}
+        self.roots = per_block(self.layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
-        self.free = per_block(layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
-        self._kept: dict[str, tuple[list[Any], Tensor]] = {}
-        self._order: Tensor | None = None
+        self.free = per_block(self.layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
+        self._last: dict[str, tuple[list[Any], Tensor]] = {}
+        places = torch.arange(sum(self.counts), device="cpu").split(self.counts)
+        both = sorted(zip(self.layers, places, strict=True), key=lambda x: x[0].number)
+        # The blocks' places in the order of the layers' numbers, alike on all ranks.
+        self.order = sent(torch.cat([place for _, place in both]), self.like.device)
+        self._find_plain(index, [int(place[0]) for place in places])
+        self.measured: Tensor | None = None  # sums over each block, of what the base measures
+        self.squares: Tensor | None = None  # of squares of the weights
+        self.directions: list[Tensor] = []
+        self.terms = torch.empty(0)
+
+    def _find_plain(self, index: Mapping[Tensor, int], starts: list[int]) -> None:
+        """Find the layers of one block and of whole parameters, whose norms need no copy."""
+        plain: list[tuple[int, int]] = []  # a parameter's place in the plan, and its block
+        whole = []
+        for layer, start in zip(self.layers, starts, strict=True):
+            like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
+            parts = zip(layer.parameters, layer.parameter_parts(like), strict=True)
+            is_whole = layer.blocks == 1 and all(x.numel() == p.numel() for p, x in parts)
+            plain += [(index[p], start) for p in layer.parameters if is_whole and p in index]
+            whole += [is_whole] * layer.blocks
+        self._plain = [place for place, _ in plain]
+        blocks = torch.tensor([block for _, block in plain], dtype=torch.long, device="cpu")
+        self._block_of = sent(blocks, self.like.device)
+        self._is_whole = None
+        if not all(whole):
+            self._is_whole = sent(torch.tensor(whole, device="cpu"), self.like.device)
+
+    def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
+        """Return sums over each block of the plan's ``tensors``, which are stacks of this name.
+
+        ``squares``: of their squares.
+        """
+        total = self.roots.new_zeros(len(self.roots))
+        if squares and self._plain:
+            chosen = [tensors[i] for i in self._plain]
+            norms = torch.stack(torch._foreach_norm(chosen, 2, dtype=self.like.dtype))
+            total.index_add_(0, self._block_of, norms.square_())
+        if squares and self._is_whole is None:
+            return total
+        matrices = [group.collect(name) for group in self.groups]
+        sums = torch.cat([(x.square_() if squares else x).sum((1, 2)) for x in matrices])
+        return torch.where(self._is_whole, total, sums) if squares and self._plain else sums
+
+    def of_groups(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the groups' values for the layers' weights and for their biases."""
+        weights, biases = ([values[i] for i in part] for part in self._numbers)
+        return weights, biases
 
     def each(self, name: str, values: list[Any]) -> Number:
         """Return the layers' numbers: one, if all are the same, else one for each block.
 
         The last ones of each name stay on the device.
         """
-        if _are_alike(values):
+        if are_alike(values):
             return values[0]
         if any(map(torch.is_tensor, values)):
             device, dtype = self.like.device, self.like.dtype
@@ -96,51 +151,32 @@ class Blocks:
             ]
             rows = zip(parts, self.counts, strict=True)
             return torch.cat([part.expand(count) for part, count in rows])
-        if name not in self._kept or self._kept[name][0] != values:
+        if name not in self._last or self._last[name][0] != values:
             of_layer = dict(zip(self.layers, values, strict=True))
-            self._kept[name] = values, per_block(self.layers, of_layer.__getitem__, self.like)
-        return self._kept[name][1]
+            self._last[name] = values, per_block(self.layers, of_layer.__getitem__, self.like)
+        return self._last[name][1]
 
-    @property
-    def order(self) -> Tensor:
-        """The blocks' places in the order of the layers' numbers, alike on all ranks."""
-        if self._order is None:
-            places = torch.arange(sum(self.counts), device="cpu").split(self.counts)
-            both = sorted(zip(self.layers, places, strict=True), key=lambda x: x[0].number)
-            self._order = sent(torch.cat([place for _, place in both]), self.like.device)
-        return self._order
+    def present(self, base: BaseNumbers) -> Tensor | None:
+        """Return for each block whether it has a gradient; ``None`` if all have one."""
+        if base.present is None:
+            return None
+        pairs = zip(self.layers, self.weights, self.biases, strict=True)
+        of_layer = {x: base.present[weight] or base.present[bias] for x, weight, bias in pairs}
+        if all(of_layer.values()):
+            return None
+        return per_block(self.layers, of_layer.__getitem__, self.like) > 0
+
+    def scale(self, stacks: Sequence[Tensor], scales: Tensor) -> None:
+        """Multiply each block by its number, in place."""
+        scales = scales.to(self.like.device, self.like.dtype)
+        torch._foreach_mul_(stacks, list(scales[:, None, None].split(self.sizes)))
 
 
-def _are_alike(values: list[Any]) -> bool:
+def are_alike(values: list[Any]) -> bool:
     """Return whether all values are the same; tensors count as themselves, whatever they hold."""
-    return len(set(values)) == 1
-
-
-class BlockSums(NamedTuple):
-    """Sums over each block, ``[blocks]``."""
-
-    measured: Tensor | None
-    former: Tensor | None
-    weights: Tensor  # squares of the weights
-
-
-class Stepped(NamedTuple):
-    """Blocks that are stepped together, in stacks of equal shape ``[blocks, g, a]``."""
-
-    blocks: Blocks
-    directions: list[Tensor]
-    momenta: list[Tensor]  # divided by their peaks
-    peaks: Tensor  # the momenta's largest absolute values
-    sums: BlockSums
-    kept: Kept
-    present: Tensor | None  # blocks with a gradient; None: all
-
-
-class Kept(NamedTuple):
-    """Numbers of each block that a length keeps from step to step, ``[blocks]``."""
-
-    read: Callable[[str], Tensor]
-    write: Callable[[str, Tensor], None]
+    return len(set(map(id, values))) == 1 or (
+        not any(map(torch.is_tensor, values)) and len(set(values)) == 1
+    )
 
 
 class Length(ABC):
@@ -148,13 +184,16 @@ class Length(ABC):
 
     measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
     terms = 0  # numbers of each block that travel with its direction
-    kept: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
+    specs: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
-        """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``."""
+    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+        """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``.
 
-    def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor | None:
+        ``momenta`` are divided by their largest absolute values, ``peaks``.
+        """
+
+    def finish(self, terms: Tensor, share: Share, base: BaseNumbers) -> Tensor | None:
         """Return the blocks' scales, from the terms of all layers; None: they have their length."""
         return None
 
@@ -174,36 +213,38 @@ class AdamLength(Length):
     """Adam's fall ⟨m̂, m̂ / √v̂⟩, with one second moment a block: ‖m̂‖₁ ‖m̂‖₂ / (√Σv̂ + ε√n)."""
 
     measures = "squares"
-    kept = (SQUARE_SUM,)
+    specs = (SQUARE_SUM,)
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
+    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
         # A layer's first parameter, its weight, has the settings of the layer.
-        settings = [base.settings.get(p, base.idle) for p in one.blocks.weights]
+        settings = [base.settings[i] for i in share.weights]
         adam: AdamSettings = settings[0]
         if len(set(map(id, settings))) > 1:
             each = enumerate(zip(*settings, strict=True))
-            adam = AdamSettings(*[one.blocks.each(str(i), list(values)) for i, values in each])
-        older, former, measured = one.kept.read("square_sum"), one.sums.former, one.sums.measured
+            adam = AdamSettings(*[share.each(str(i), list(values)) for i, values in each])
+        stacks, measured = [group.tensors["square_sum"] for group in share.groups], share.measured
         assert measured is not None
-        known = older if former is None else older + former
-        moved = (known * adam.keep2).add_(measured * adam.take2)
+        older = torch.cat(stacks)
+        moved = (older * adam.keep2).add_(measured * adam.take2)
         # A layer that starts anew has counted steps before: its first square stands for these, or
         # its steps would be 12 times as long after 200 steps.
-        moved = torch.where(known > 0, moved, measured * adam.all2)
-        if one.present is not None:  # the other blocks' moments stay as they are
-            moved = torch.where(one.present, moved, older)
-        one.kept.write("square_sum", moved)
-        shares = _last_columns(one.blocks, base)
-        momenta = one.momenta if shares is None else _in_last(one.momenta, shares.sqrt())
-        deviation = (moved / adam.rest2).sqrt_().add_(one.blocks.roots * adam.eps)
-        norms = _norms(one.momenta, 2)
-        both = _norms(momenta, 1).mul_(norms if shares is None else _norms(momenta, 2))
-        fall = both.mul_(one.peaks) / adam.rest1
+        moved = torch.where(older > 0, moved, measured * adam.all2)
+        present = share.present(base)
+        if present is not None:  # the other blocks' moments stay as they are
+            moved = torch.where(present, moved, older)
+        torch._foreach_copy_(stacks, list(moved.split(share.sizes)))
+        shares = _last_columns(share, base)
+        falling = momenta if shares is None else _in_last(momenta, shares.sqrt())
+        deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
+        norms = norms_of(momenta, 2)
+        both = norms_of(falling, 1).mul_(norms if shares is None else norms_of(falling, 2))
+        fall = both.mul_(peaks) / adam.rest1
         fall /= deviation
-        units = _units(one, shares)
-        along = _along(one, units, shares, norms)
-        _scale(one, _within(fall / along, _limit(one, base)) * units)
-        return _no_terms(one)
+        units = _units(share, shares)
+        along = _along(share, momenta, units, shares, norms)
+        scales = _within(fall / along, _limit(share, base)) * units
+        share.scale(share.directions, scales)
+        return peaks.new_empty(len(peaks), 0)
 
 
 class FallLength(Length):
@@ -211,23 +252,23 @@ class FallLength(Length):
 
     measures = "sums"
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
-        shares = _last_columns(one.blocks, base)
+    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+        shares = _last_columns(share, base)
         if shares is not None:  # the base moves the parameters by directions as they are
-            one.directions[:] = _in_last(one.directions, shares)
+            share.directions = _in_last(share.directions, shares)
             # Weights at rate 0 rest: the fall is left to their biases.
-            rates = one.blocks.each("rate", _rates(one.blocks, base)[0])
-            moves = torch.ones_like(one.peaks) * rates != 0
-            for stacks in (one.directions, one.momenta):
-                parts = moves.split(list(map(len, stacks)))
-                for stack, part in zip(stacks, parts, strict=True):
+            rates = share.each("rate", share.of_groups(base.rates)[0])
+            moves = torch.ones_like(peaks) * rates != 0
+            for stacks in (share.directions, momenta):
+                for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
                     stack[..., :-1] *= part[:, None, None]
-        units, norms = _units(one, None), _norms(one.momenta, 2)
-        assert one.sums.measured is not None
-        along = _along(one, units, None, norms)
-        scale = one.sums.measured.clamp(min=0) / along.mul_(one.peaks)
-        _scale(one, _within(scale, _limit(one, base, taken=True)) * units)
-        return _no_terms(one)
+        units, norms = _units(share, None), norms_of(momenta, 2)
+        assert share.measured is not None
+        along = _along(share, momenta, units, None, norms)
+        scales = share.measured.clamp(min=0) / along.mul_(peaks)
+        scales = _within(scales, _limit(share, base, taken=True)) * units
+        share.scale(share.directions, scales)
+        return peaks.new_empty(len(peaks), 0)
 
 
 class SGDLength(Length):
@@ -239,49 +280,43 @@ class SGDLength(Length):
 
     terms = 5
 
-    def give(self, one: Stepped, base: OfBase) -> Tensor:
-        shares = _last_columns(one.blocks, base)
-        units = _units(one, shares)
-        norms = _norms(one.momenta, 2)
-        whole = norms.mul(one.peaks).square_()
+    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+        shares = _last_columns(share, base)
+        units = _units(share, shares)
+        norms = norms_of(momenta, 2)
+        whole = norms.mul(peaks).square_()
         # Blocks at rest do not shorten the others' steps.
-        along = _along(one, units, None, norms)
-        along = torch.where(norms > 0, along.mul_(one.peaks), 0.0)
+        along = _along(share, momenta, units, None, norms)
+        along = torch.where(norms > 0, along.mul_(peaks), 0.0)
         squares = last = torch.zeros_like(whole)
         if shares is not None:
-            squares = _dots_of_last(one.momenta, one.momenta).mul_(one.peaks).mul_(one.peaks)
-            last = _dots_of_last(one.directions, one.momenta).mul_(units).mul_(one.peaks)
+            squares = _dots_of_last(momenta, momenta).mul_(peaks).mul_(peaks)
+            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(peaks)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
-        limit = torch.minimum(_limit(one, base, of_momentum=True), most)
-        _scale(one, units)
+        limit = torch.minimum(_limit(share, base, of_momentum=True), most)
+        share.scale(share.directions, units)
         return torch.stack([whole, squares, along, last, limit], 1)
 
-    def finish(self, terms: Tensor, blocks: Blocks, base: OfBase) -> Tensor:
+    def finish(self, terms: Tensor, share: Share, base: BaseNumbers) -> Tensor:
         # Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
         # have the same bits.
-        rows, (weights, biases) = terms[:, :4], _rates(blocks, base)
-        if _are_alike([*weights, *biases]):
-            total = rows.index_select(0, blocks.order).sum(0)
+        rows, (weights, biases) = terms[:, :4], share.of_groups(base.rates)
+        if are_alike([*weights, *biases]):
+            total = rows.index_select(0, share.order).sum(0)
             fall, along = total[0], total[2]
         else:
-            of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
+            of_weight, of_bias = share.each("rate", weights), share.each("rate of bias", biases)
             parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(of_weight))
             parts += rows[:, 1::2] * _column(of_bias)
-            fall, along = parts.index_select(0, blocks.order).sum(0).unbind()
-        share = torch.where(along > 0, fall / along, 0.0)
-        return _within(share.expand(len(terms)), terms[:, 4])
+            fall, along = parts.index_select(0, share.order).sum(0).unbind()
+        common = torch.where(along > 0, fall / along, 0.0)
+        return _within(common.expand(len(terms)), terms[:, 4])
 
 
 def _column(values: Number) -> Number:
     many = isinstance(values, Tensor) and values.dim() == 1
     return values[:, None] if many else values  # type: ignore[index]
-
-
-def _rates(blocks: Blocks, base: OfBase) -> tuple[list[Any], list[Any]]:
-    """Return the learning rates of the layers' weights and of their biases."""
-    rates = base.rates
-    return [rates.get(p, 0.0) for p in blocks.weights], [rates.get(p, 0.0) for p in blocks.biases]
 
 
 def _within(scale: Tensor, limit: Tensor) -> Tensor:
@@ -293,55 +328,40 @@ def _within(scale: Tensor, limit: Tensor) -> Tensor:
     return scale.nan_to_num_(nan=0.0, posinf=0.0)
 
 
-def _scale(one: Stepped, scales: Tensor) -> None:
-    """Multiply each block's direction by its scale, in place."""
-    sizes = [len(direction) for direction in one.directions]
-    torch._foreach_mul_(one.directions, list(scales[:, None, None].split(sizes)))
-
-
-def _no_terms(one: Stepped) -> Tensor:
-    """Return the terms of blocks of which no number has to travel."""
-    return one.peaks.new_empty(len(one.peaks), 0)
-
-
-def _last_columns(blocks: Blocks, base: OfBase) -> Tensor | None:
+def _last_columns(share: Share, base: BaseNumbers) -> Tensor | None:
     """Return the bias's learning rate as a share of the weight's, ``[blocks]``; None if all are 1.
 
     A parameter moves by its own rate along the direction.
     """
-    weights, biases = _rates(blocks, base)
-    pairs = set(zip(weights, biases, strict=True))  # few: a rate is a whole group's
-    if all(_are_alike([weight, bias]) for weight, bias in pairs):
+    weights, biases = share.of_groups(base.rates)
+    if all(map(operator.is_, weights, biases)):
         return None
-    of_weight, of_bias = blocks.each("rate", weights), blocks.each("rate of bias", biases)
-    shares = torch.ones_like(blocks.roots) * of_bias / of_weight
+    pairs = {(id(x), id(y)): [x, y] for x, y in zip(weights, biases, strict=True)}
+    if all(map(are_alike, pairs.values())):
+        return None
+    of_weight, of_bias = share.each("rate", weights), share.each("rate of bias", biases)
+    shares = torch.ones_like(share.roots) * of_bias / of_weight
     return torch.where(shares.isfinite(), shares, 1.0)
 
 
 def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
     """Return copies whose last columns are multiplied by these numbers."""
-    found = [stack.clone() for stack in stacks]
-    for stack, share in zip(found, shares.split(list(map(len, found))), strict=True):
-        stack[..., -1] *= share[:, None]
-    return found
+    copies = [stack.clone() for stack in stacks]
+    for stack, part in zip(copies, shares.split(list(map(len, copies))), strict=True):
+        stack[..., -1] *= part[:, None]
+    return copies
 
 
-def _norms(stacks: Sequence[Tensor], order: float) -> Tensor:
+def norms_of(stacks: Sequence[Tensor], order: float) -> Tensor:
     """Return the norms of all blocks, ``[blocks]``."""
     blocks = itertools.chain.from_iterable(map(Tensor.unbind, stacks))
     return torch.stack(torch._foreach_norm([*blocks], order))
 
 
-def peaks_of(stacks: Sequence[Tensor]) -> Tensor:
-    """Return the blocks' largest absolute values, or 1 for zeros, ``[blocks]``."""
-    peaks = _norms(stacks, math.inf)
-    return torch.where(peaks == 0, 1.0, peaks)
-
-
-def _units(one: Stepped, shares: Tensor | None) -> Tensor:
+def _units(share: Share, shares: Tensor | None) -> Tensor:
     """Return the scales with which steps have a root mean square of 1; zero stays zero."""
-    moved = one.directions if shares is None else _in_last(one.directions, shares)
-    return one.blocks.roots / _norms(moved, 2).clamp_(min=_TINY)
+    moved = share.directions if shares is None else _in_last(share.directions, shares)
+    return share.roots / norms_of(moved, 2).clamp_(min=_TINY)
 
 
 def _dots(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
@@ -353,28 +373,32 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     return _dots([x[..., -1:] for x in ones], [y[..., -1:] for y in others])
 
 
-def _along(one: Stepped, units: Tensor, shares: Tensor | None, norms: Tensor) -> Tensor:
+def _along(
+    share: Share, momenta: list[Tensor], units: Tensor, shares: Tensor | None, norms: Tensor
+) -> Tensor:
     """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0.
 
     Directions are in ``units``, ``norms`` are of momenta; ``shares`` multiply the last column's
     part.
     """
-    dots = _dots(one.directions, one.momenta)
+    dots = _dots(share.directions, momenta)
     if shares is not None:
-        dots += _dots_of_last(one.directions, one.momenta).mul_(shares - 1)
-    least = (norms * _LEAST_COSINE).mul_(one.blocks.roots)
+        dots += _dots_of_last(share.directions, momenta).mul_(shares - 1)
+    least = (norms * _LEAST_COSINE).mul_(share.roots)
     return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)
 
 
-def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool = False) -> Tensor:
+def _limit(
+    share: Share, base: BaseNumbers, *, taken: bool = False, of_momentum: bool = False
+) -> Tensor:
     """Return the largest scale of each block: steps have limited root mean squares.
 
     ``taken`` says that the learning rate is in the scale already, ``of_momentum`` that the base
     steps along a momentum of any length. Vectors have no limit.
     """
-    blocks = one.blocks
-    rate = blocks.each("rate", _rates(blocks, base)[0])
-    size = one.sums.weights.sqrt().div_(blocks.roots)
+    rate = share.each("rate", share.of_groups(base.rates)[0])
+    assert share.squares is not None
+    size = share.squares.sqrt().div_(share.roots)
     if of_momentum:
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
         most = torch.maximum(size * _OF_WEIGHTS_BY_SGD, free)
@@ -386,5 +410,5 @@ def _limit(one: Stepped, base: OfBase, *, taken: bool = False, of_momentum: bool
         else:
             most.clamp_(max=by_rate)
         most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
-    most = torch.maximum(most, blocks.free)
+    most = torch.maximum(most, share.free)
     return most if taken else most / rate

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .stacks import WITH_STREAMS
+from .group import WITH_STREAMS
 
 
 class Notes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,19 +19,11 @@ from ..layers import Layer
 from ..linalg.precision import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
-from ..plan.step_plan import EMPTY, FAILED, REJECTED, StepPlan
+from ..plan.step_plan import EMPTY, FAILED, REJECTED
 from ..stages import stage
+from .group import WITH_STREAMS, Group, Key, Side, joined
 from .notes import Notes
 from .rules.base import Rule, stored
-from .stacks import (
-    WITH_STREAMS,
-    AppliedFactors,
-    Factor,
-    Factors,
-    FactorStack,
-    Key,
-    slots_of,
-)
 
 # Elements of the factors in one batch. On CPUs, larger batches only take memory. On other devices,
 # they take fewer calls, and the host waits once for each batch that is decomposed.
@@ -55,97 +47,108 @@ class Refresher:
 
     def decompose(
         self,
-        owned: Factors,
-        applied: AppliedFactors,
-        plan: StepPlan,
+        groups: Sequence[Group],
+        names: Collection[str],
+        again: Collection[str],
         shifts: dict[Key, Tensor],
     ) -> None:
-        """Renew the factors of the plan that this rank owns.
+        """Renew the factors of the layers of these names that this rank owns.
 
-        ``shifts`` is the damping of each factor's diagonal, if the rule damps factors.
+        ``again`` are those whose last refresh failed. ``shifts`` is the damping of each factor's
+        diagonal, if the rule damps factors.
         """
-        names = set(plan.refresh)
+        factors = [(g, side, x) for g in groups for side in g.sides for x in side.owned]
         due = grouped(
-            [f for f in owned.by_key.values() if f.layer.name in names],
-            lambda f: (f.key, f.layer.name in plan.again),
+            [x for x in factors if x[2].name in names], lambda x: (x[1].key, x[2].name in again)
         )
         with full_precision(), stage("decompose"):
-            for (key, again), factors in due.items():
+            for (key, is_again), same in due.items():
                 at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
                 one = key.size if key.diagonal else key.size**2
-                for some in chunks(factors, operator.attrgetter("layer.blocks"), at_once / one):
-                    self._renew(owned.stacks[key], some, applied, shifts, again=again)
-        for stack in {owned.stacks[key]: None for key, _ in due}:
-            self._notes.send(stack, stack.tensors["stale"])
+                for batch in chunks(same, lambda x: x[2].blocks, at_once / one):
+                    parts = grouped(batch, lambda x: x[:2])
+                    layers = {side: [x for *_, x in part] for (_, side), part in parts.items()}
+                    self._renew([*parts], layers, shifts, again=is_again)
+        for side in {side: None for same in due.values() for _, side, _ in same}:
+            self._notes.send(side, side.averages["stale"])
 
     def _renew(
         self,
-        stack: FactorStack,
-        factors: list[Factor],
-        applied: AppliedFactors,
+        parts: list[tuple[Group, Side]],
+        layers: dict[Side, list[Layer]],
         shifts: dict[Key, Tensor],
         *,
         again: bool,
     ) -> None:
-        """Decompose these factors; where that fails, their older state stays.
+        """Decompose factors of one size; where that fails, their older state stays."""
+        key = parts[0][1].key
+        slots = [joined([s.owned[x] for x in layers[s]], key.device) for _, s in parts]
+        sides = [side.averages for _, side in parts]
 
-        ``again`` says that the last refresh failed.
-        """
-        own, slots = stack.tensors, slots_of(factors)
-        average = own["average"][slots].to(stack.key.dtype)
-        shift = torch.cat([shifts[f.layer, f.side] for f in factors]) if shifts else None
+        def batch(name: str) -> Tensor:
+            views = [own[name][at] for own, at in zip(sides, slots, strict=True)]
+            return torch.cat(views) if len(views) > 1 else views[0]
+
+        average, shift = batch("average").to(key.dtype), None
+        if shifts:
+            shift = torch.cat([shifts[x, side.name] for _, side in parts for x in layers[side]])
         if again:
-            if stack.key.device.type not in WITHOUT_DOUBLES:
+            if key.device.type not in WITHOUT_DOUBLES:
                 average = average.double()
             shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
-        results, good = attempt(average, shift, self._rule.solve, diagonal=stack.key.diagonal)
-        weight, rejected = own["weight"][slots], own["rejected"][slots]
+        results, good = attempt(average, shift, self._rule.solve, diagonal=key.diagonal)
+        weight, rejected = batch("weight"), batch("rejected")
         on_host = good.device.type not in WITH_STREAMS  # the host would wait for a device
         fine = on_host and bool(good.all()) and not rejected.any()
+        counts = [sum(x.blocks for x in layers[side]) for _, side in parts]
         if not fine:
             empty = (weight == 0) & (rejected > 0)
             good &= ~empty
             flags = rejected.clamp(max=REJECTED) + FAILED * (~good).int() + EMPTY * empty.int()
-            own["stale"][slots] = own["stale"][slots] | flags  # until they are told
-            own["rejected"][slots] = torch.where(empty, rejected, 0)
+            flags |= batch("stale")  # until they are told
+            rejected = torch.where(empty, rejected, 0)
+            for i, own in enumerate(sides):
+                own["stale"][slots[i]] = flags.split(counts)[i]
+                own["rejected"][slots[i]] = rejected.split(counts)[i]
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
-        there = slots_of([applied.by_key[f.layer, f.side] for f in factors])
-        state = applied.stacks[stack.key].tensors
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
-            kept = state[spec.name]
-            new = stored(result, kept.dtype)
-            if not fine:
-                new = torch.where(good.view(-1, *[1] * (new.dim() - 1)), new, kept[there])
-            kept[there] = new
+            values = zip(parts, result.split(counts), good.split(counts), strict=True)
+            for (group, side), new, is_good in values:
+                state = side.state[spec.name]
+                there = joined([group.slots[x] for x in layers[side]], key.device)
+                new = stored(new, state.dtype)
+                if not fine:
+                    shape = -1, *[1] * (new.dim() - 1)
+                    new = torch.where(is_good.view(shape), new, state[there])
+                state[there] = new
 
     # ---- answers in the next exchange ----
 
-    def answers(self, owned: Factors, layers: Iterable[Layer]) -> list[float]:
+    def answers(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer]) -> list[float]:
         """Return this rank's flags of the factors of these layers, A and G of each.
 
         They add up: :data:`REJECTED`, :data:`FAILED` and :data:`EMPTY`. Factors of other owners
         have 0.
         """
-        flags: dict[FactorStack, list[int]] = {}
+        flags: dict[Side, list[int]] = {}
         answers = []
-        for key in [(layer, side) for layer in layers for side in "ag"]:
-            factor = owned.by_key.get(key)
-            if factor is None:
-                answers.append(0.0)
-                continue
-            stack = owned.stacks[factor.key]
-            if stack not in flags:
-                flags[stack] = self._notes.read(stack, stack.tensors["stale"])
-            answers.append(float(functools.reduce(operator.or_, flags[stack][factor.slots])))
+        for layer in layers:
+            for side in group_of[layer].sides if layer in group_of else ():
+                if layer in side.owned and side not in flags:
+                    flags[side] = self._notes.read(side, side.averages["stale"])
+                told = flags[side][side.owned[layer]] if layer in side.owned else [0]
+                answers.append(float(functools.reduce(operator.or_, told)))
+            answers += [] if layer in group_of else [0.0, 0.0]
         return answers
 
-    def forget_answers(self, owned: Factors, layers: Iterable[Layer] = ()) -> None:
+    def forget_answers(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer] = ()) -> None:
         """Forget what was told of these layers, and what is on its way."""
         self._notes.clear()
-        for key in [(layer, side) for layer in layers for side in "ag"]:
-            if key in owned.by_key:
-                owned.by_key[key]["stale"].zero_()
-                owned.by_key[key]["rejected"].zero_()
+        for layer in layers:
+            for side in group_of[layer].sides if layer in group_of else ():
+                if layer in side.owned:
+                    side.averages["stale"][side.owned[layer]] = 0
+                    side.averages["rejected"][side.owned[layer]] = 0
 
 
 def attempt(

@@ -12,7 +12,7 @@ from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size, unpack
 from ..plan.step_plan import AgreedStep
-from .stacks import Key, StackKey, by_place, device_of, stack_key
+from .group import Key, StackKey, by_place, device_of, stack_key
 
 
 class LayerSums:

@@ -7,7 +7,7 @@ checkpoints go from one to the other. Ranks that only receive a direction keep n
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,18 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..comm.sharding import parts_here
+from ..comm.sharding import is_sharded, local, parts_here, sharded_like
 from ..core import checkpoint
 from ..core.hyperparameters import rate_of
 from ..core.options import Group
+from ..core.plan import Plan
+from ..curvature.group import ParameterStack
 from ..curvature.lengths import (
     AdamLength,
     AdamSettings,
+    BaseNumbers,
     FallLength,
     Length,
-    OfBase,
     SGDLength,
 )
 from ..errors import invalid
@@ -38,7 +40,7 @@ MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
 _DECAY = 0.9  # of that momentum
 
 Entry = dict[str, Any]
-Directions = Mapping[Tensor, Tensor]
+Pairs = list[tuple[Tensor, Tensor | None]]  # parameters, and gradients for the base
 
 
 class BaseStep:
@@ -53,82 +55,65 @@ class BaseStep:
     def __init__(self, optimizer: KFACMixin) -> None:
         self.optimizer, self.groups = optimizer, optimizer.param_groups
 
-    def limited(self) -> dict[Tensor, Tensor]:
+    def limited(self) -> Pairs:
         """Return gradients that the base limits for all parameters together."""
-        return {}
+        return []
 
-    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
-        """Take this step's gradients into the momenta that this rank keeps.
+    # ---- entries ----
 
-        ``ready`` are the parameters that K-FAC steps, ``mine`` those whose momenta are kept here.
+    def adopt(self, plan: Plan) -> None:
+        """Take over the entries of the plan's parameters: momenta, counts, second moments.
+
+        The entries get views of the plan's tensors; momenta are kept where ``mine`` says so alone.
         """
-        found, second = self._found(), frozenset(self.second)
-        for group in self.groups:
-            stepped = [p for p in group["params"] if p in ready and p.grad is not None]
-            found.settings |= self.settings(group, stepped)
-            keeps = self.keeps(group)
-            for p in stepped:
-                entry = self.optimizer.state[p]
-                is_settled = (self.momentum in entry) == (keeps and p in mine)
-                if not is_settled or not second.isdisjoint(entry):
-                    self._settle(entry, p, found if p in mine else None, group)
-            for params in _alike([p for p in stepped if p in mine]):
-                entries = [self.optimizer.state[p] for p in params]
-                gradients = _gradients(group, params)
-                ahead = self.ahead(group, entries, gradients)
-                found.momenta.update(zip(params, ahead, strict=True))
-                if self.length.measures:
-                    found.measured.update(zip(params, gradients, strict=True))
-        return found
+        state = self.optimizer.state
+        plan.entries = [state[p] for p in plan.parameters]
+        for stack in plan.stacks:
+            entries = plan.entries[stack.at]
+            second = [[entry.pop(name, None) for name in self.second][:1] for entry in entries]
+            if stack.mine and any(x is not None for row in second for x in row):
+                stack.former = stack.stacked(parts_here([row[0] for row in second]))
+            if stack.mine and self.keeps(self.groups[stack.number]):
+                self._adopt(stack, entries, self.momentum)
+            else:
+                stack.momentum, stack.momenta = None, []
+                for entry in entries:
+                    entry.pop(self.momentum, None)
+        if self.counts:
+            counts = [float(entry.get("step", 0)) for entry in plan.entries]
+            # Counting in place must not change a state that was loaded, whose tensors torch keeps.
+            plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
+            for entry, count in zip(plan.entries, plan.counts.unbind(), strict=True):
+                entry["step"] = count
 
-    def _found(self) -> OfBase:
-        rates: dict[Tensor, float | Tensor] = {}
-        for group in self.groups:
-            rate = rate_of(group)
-            host = isinstance(rate, Tensor) and rate.device.type == "cpu"
-            rates |= dict.fromkeys(group["params"], float(rate) if host else rate)
-        return OfBase(idle=self.idle, rates=rates)
-
-    def kept(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the momenta of ``ready`` parameters; of those that are not ``mine``, an empty one.
-
-        The keys are alike on all ranks.
-        """
-        found: dict[Tensor, Tensor] = {}
-        for group in self.groups:
-            for p in group["params"]:
-                if p in ready and self.spreads(group, self.optimizer.state[p]):
-                    momentum = self.optimizer.state[p].get(self.momentum) if p in mine else None
-                    if momentum is None:
-                        shape = p.shape if p in mine else (0,)
-                        momentum = torch.zeros(shape, dtype=p.dtype, device=p.device)
-                    found[p] = momentum
-        return found
-
-    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
-        """Make the entries of parameters, so that a checkpoint can be loaded into them."""
-        for group in self.groups:
-            for p in group["params"]:
-                if p in ready:
-                    entry = self.optimizer.state[p]
-                    self._settle(entry, p, OfBase() if p in mine else None, group)
-                    if self.counts:
-                        zero = torch.tensor(0.0, dtype=torch.float32, device="cpu")
-                        entry.setdefault("step", zero)
-
-    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
-        """Complete a parameter's entry where its momentum is kept, else remove the momentum.
-
-        Second moments of a base that stepped the parameter so far are taken out.
-        """
-        former = [entry.pop(name, None) for name in self.second]
-        if found is None:
-            entry.pop(self.momentum, None)
+    def _adopt(self, stack: ParameterStack, entries: Sequence[Entry], key: str) -> None:
+        (p, *_) = stack.parameters
+        if not is_sharded(p):
+            stack.adopt(key, entries)
             return
-        if former and former[0] is not None:
-            (found.former[p],) = parts_here([former[0]])
-        if entry.get(self.momentum) is None and self.keeps(group):
-            entry[self.momentum] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        (entry,) = entries
+        if entry.get(key) is None:
+            entry[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            stack.fresh = [0]
+        stack.momentum, stack.momenta = local(entry[key])[None], [entry[key]]
+
+    def held(self, plan: Plan) -> tuple[list[int], list[Any]]:
+        """Return which entries there are, and which tensors are in the plan's: users replace some."""
+        entries = [*map(id, self.optimizer.state.values())]
+        return entries, [id(x.get(key)) for key in (self.momentum, "step") for x in plan.entries]
+
+    def part_from(self, plan: Plan) -> None:
+        """Note the parameters that K-FAC stepped before, and the base is to step."""
+        stepped = self.optimizer._stepped
+        plan.leaving = [p for p in stepped if p not in plan.index]
+        stepped.update(plan.parameters)
+
+    def let_go(self, plan: Plan) -> None:
+        """Empty the entries of parameters that leave, before the base steps them."""
+        for p in plan.leaving:
+            if p.grad is not None and p in self.optimizer._stepped:
+                self.release(self.optimizer.state[p])
+                self.optimizer._stepped.discard(p)
 
     def keeps(self, group: Group) -> bool:
         """Return whether parameters of this group have a momentum."""
@@ -138,20 +123,21 @@ class BaseStep:
         """Return whether a parameter has a momentum that gradient workers alone keep."""
         return self.keeps(group)
 
-    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
-        """Count a step of these parameters; return what the length has to know of each."""
-        return {}
+    def momenta(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> dict[Tensor, Tensor]:
+        """Return the momenta of ``ready`` parameters; of those that are not ``mine``, an empty one.
 
-    def ahead(
-        self, group: Group, entries: list[Entry], gradients: list[Tensor]
-    ) -> Iterable[Tensor]:
-        """Move the momenta; return the tensors along which the base would step."""
-        raise NotImplementedError
-
-    def rest(self, directions: Directions) -> None:
-        """Let the base step the parameters that have no direction."""
-        with gradients_of(dict.fromkeys(directions)):
-            self.optimizer.base_step()
+        The keys are alike on all ranks.
+        """
+        momenta: dict[Tensor, Tensor] = {}
+        for group in self.groups:
+            for p in group["params"]:
+                if p in ready and self.spreads(group, self.optimizer.state[p]):
+                    momentum = self.optimizer.state[p].get(self.momentum) if p in mine else None
+                    if momentum is None:
+                        shape = p.shape if p in mine else (0,)
+                        momentum = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                    momenta[p] = momentum
+        return momenta
 
     def release(self, entry: Entry) -> None:
         """Empty the entry of a parameter that the base is to step again: it starts anew.
@@ -160,14 +146,113 @@ class BaseStep:
         """
         entry.clear()
 
-    def move(self, directions: Directions) -> None:
-        """Step along directions, which may be overwritten."""
-        for group in self.groups:
-            for params in _alike([p for p in group["params"] if p in directions]):
-                self._move(group, params, [directions[p] for p in params])
+    def open(self, plan: Plan) -> None:
+        """Let the parameters have entries without a step, so that a checkpoint can be loaded."""
+
+    # ---- a step ----
+
+    def follow(self, plan: Plan) -> BaseNumbers:
+        """Take gradients into the momenta; leave what directions are made of in the stacks.
+
+        A parameter without a gradient keeps its momentum, and makes no direction.
+        """
+        present = plan.collect()
+        settings = self.settings(plan, present)
+        of_group = [[] for _ in self.groups]  # type: list[list[ParameterStack]]
+        for stack in plan.stacks:
+            if stack.mine:
+                of_group[stack.number].append(stack)
+        for group, stacks in zip(self.groups, of_group, strict=True):
+            if group.get("maximize") and stacks:
+                torch._foreach_neg_([stack.buffer for stack in stacks])
+        plan.measure(self.length.measures)
+        missing = [] if present is None else plan.missing(present)
+        rests = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
+        for group, stacks in zip(self.groups, of_group, strict=True):
+            if stacks:
+                self.ahead(group, stacks, present)
+        for stack, rows, momenta in rests:
+            if stack.ahead is stack.momentum:
+                stack.ahead = stack.momentum.clone()
+            stack.ahead[rows] = 0
+            stack.momentum[rows] = momenta
+        return BaseNumbers(self._rates(), settings, None if present is None else [*present, False])
+
+    def _rates(self) -> list[Any]:
+        rates = [rate_of(group) for group in self.groups]
+        host = [isinstance(x, Tensor) and x.device.type == "cpu" for x in rates]
+        return [float(x) if on_host else x for x, on_host in zip(rates, host, strict=True)] + [0.0]
+
+    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+        """Count a step of the parameters; return what the length has to know of each."""
+        return []
+
+    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+        """Move the momenta; leave the tensors along which the base would step in the stacks."""
+        raise NotImplementedError
+
+    def descend(self, plan: Plan, present: list[bool] | None) -> None:
+        """Step along the directions in the plan's buffers, and let the base step the others."""
+        rows = plan.rows()
+        for number, places in plan.kinds:
+            moved = places if present is None else [i for i in places if present[i]]
+            if moved:
+                params = [plan.parameters[i] for i in moved]
+                self._move(self.groups[number], params, [rows[i] for i in moved])
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
-        descend(params, directions, group["lr"], group.get("weight_decay", 0.0))
+        descend(parts_here(params), directions, group["lr"], group.get("weight_decay", 0.0))
+
+    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+        """Let the base step the parameters that are not the plan's."""
+        if not any(plan.rest):
+            return
+        whole = [group["params"] for group in self.groups]
+        try:
+            for group, params in zip(self.groups, plan.rest, strict=True):
+                group["params"] = params
+            self.optimizer.base_step()
+        finally:
+            for group, params in zip(self.groups, whole, strict=True):
+                group["params"] = params
+
+
+class RawStep(BaseStep):
+    """Any base under the papers' rules: it steps all parameters by preconditioned gradients."""
+
+    def adopt(self, plan: Plan) -> None:
+        """Leave the entries to the base."""
+
+    def part_from(self, plan: Plan) -> None:
+        """Do nothing: the base has stepped all parameters so far."""
+
+    def follow(self, plan: Plan) -> BaseNumbers:
+        present = plan.collect()
+        for stack in plan.stacks:
+            stack.ahead = stack.buffer
+        return BaseNumbers(self._rates(), [], present)
+
+    def descend(self, plan: Plan, present: list[bool] | None) -> None:
+        new: list[Any] = plan.rows()
+        both = enumerate(zip(plan.parameters, new, strict=True))
+        pairs: Pairs = [
+            (p, sharded_like(p, x) if is_sharded(p) else x)
+            for i, (p, x) in both
+            if present is None or present[i]
+        ]
+        with gradients_of(pairs):
+            self.optimizer.base_step()
+
+    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+        """Do nothing: the base steps all parameters in :meth:`descend`."""
+
+    def open(self, plan: Plan) -> None:
+        """Let the base make its entries by gradients of zero."""
+        present = plan.collect()
+        for stack in plan.stacks:
+            stack.buffer.zero_()
+        self.descend(plan, present)
+        plan.clear()
 
 
 class AdamStep(BaseStep):
@@ -178,32 +263,32 @@ class AdamStep(BaseStep):
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
-        entries = [self.optimizer.state[p] for p in stepped]
-        counts = [int(entry.get("step", 0)) + 1 for entry in entries]
-        # Each entry gets a tensor of its own: one in common would also count for parameters that
-        # rest, and counting in place would change the state that was loaded, whose tensors torch
-        # keeps.
-        steps = torch.tensor(counts, dtype=torch.float32, device="cpu").unbind()
-        for entry, step in zip(entries, steps, strict=True):
-            entry["step"] = step
-        of_count = {count: _adam_settings(group, count) for count in set(counts)}
-        return {p: of_count[count] for p, count in zip(stepped, counts, strict=True)}
+    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+        assert plan.counts is not None
+        plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
+        pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
+        of_pair = {pair: _adam_settings(self.groups[pair[0]], pair[1]) for pair in set(pairs)}
+        settings = [of_pair[pair] for pair in pairs]
+        if present is not None:
+            both = zip(settings, present, strict=True)
+            settings = [x if has_gradient else self.idle for x, has_gradient in both]
+        return [*settings, self.idle]
 
-    def ahead(
-        self, group: Group, entries: list[Entry], gradients: list[Tensor]
-    ) -> Iterable[Tensor]:
-        moments = parts_here([entry["exp_avg"] for entry in entries])
+    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+        momenta, gradients = ([getattr(x, n) for x in stacks] for n in ("momentum", "buffer"))
         beta = float(group["betas"][0])
         if group.get("grad_averaging", True):
-            torch._foreach_lerp_(moments, gradients, 1 - beta)
-            return torch._foreach_lerp(gradients, moments, beta)
-        torch._foreach_mul_(moments, beta)
-        torch._foreach_add_(moments, gradients)
-        return torch._foreach_add(gradients, moments, alpha=beta)
+            torch._foreach_lerp_(momenta, gradients, 1 - beta)
+            ahead = torch._foreach_lerp(gradients, momenta, beta)
+        else:
+            torch._foreach_mul_(momenta, beta)
+            torch._foreach_add_(momenta, gradients)
+            ahead = torch._foreach_add(gradients, momenta, alpha=beta)
+        for stack, tensor in zip(stacks, ahead, strict=True):
+            stack.ahead = tensor
 
 
-def _adam_settings(group: Group, count: int) -> AdamSettings:
+def _adam_settings(group: Group, count: float) -> AdamSettings:
     """Return Adam's settings in its step number ``count``; the look ahead is one step further."""
     beta1, beta2 = map(float, group["betas"])
     rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
@@ -218,26 +303,34 @@ class LAMBStep(AdamStep):
 
     counts = False
 
-    def limited(self) -> dict[Tensor, Tensor]:
+    def limited(self) -> Pairs:
         return clipped_gradients(self.groups)
 
-    def settings(self, group: Group, stepped: list[Tensor]) -> dict[Tensor, Any]:
-        return dict.fromkeys(stepped, _adam_settings(group, group.get("step", 0) + 1))
+    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+        of_group = [_adam_settings(group, group.get("step", 0) + 1) for group in self.groups]
+        settings = [of_group[number] for number in plan.numbers]
+        if present is not None:
+            both = zip(settings, present, strict=True)
+            settings = [x if has_gradient else self.idle for x, has_gradient in both]
+        return [*settings, self.idle]
 
-    def rest(self, directions: Directions) -> None:
-        groups = self.groups
-        counts = [g.get("step", 0) + any(p in directions for p in g["params"]) for g in groups]
-        limits = [group["max_grad_norm"] for group in groups]
+    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+        stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
+        counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(self.groups)]
+        limits = [group["max_grad_norm"] for group in self.groups]
         try:
-            for group in groups:  # the gradients are limited already
+            for group in self.groups:  # the gradients are limited already
                 group["max_grad_norm"] = None
-            super().rest(directions)
+            super().rest(plan, present)
         finally:
-            for group, limit, count in zip(groups, limits, counts, strict=True):
+            for group, limit, count in zip(self.groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
                 group["step"] = max(count, group.get("step", 0))
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+        if is_sharded(params[0]):  # norms are over all ranks' parts
+            pairs = zip(params, directions, strict=True)
+            directions = [sharded_like(p, x) for p, x in pairs]
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
         directions = [x.to(wide[0].dtype) for x in directions]
         decay, decoupled = group["weight_decay"], bool(group["adam_w_mode"])
@@ -257,26 +350,32 @@ class SGDStep(BaseStep):
     def keeps(self, group: Group) -> bool:
         return bool(group["momentum"] != 0)
 
-    def _settle(self, entry: Entry, p: Tensor, found: OfBase | None, group: Group) -> None:
-        begins = found is not None and entry.get(self.momentum) is None
-        super()._settle(entry, p, found, group)
-        if begins and self.keeps(group) and p.grad is not None and group["dampening"] != 0:
-            # Dampening begins in the second step: the first momentum is to be the gradient.
-            sign = -1 if group["maximize"] else 1
-            share = sign * float(group["dampening"]) / float(group["momentum"])
-            entry[self.momentum].add_(p.grad, alpha=share)
-
-    def ahead(
-        self, group: Group, entries: list[Entry], gradients: list[Tensor]
-    ) -> Iterable[Tensor]:
+    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+        gradients = [stack.buffer for stack in stacks]
         if not self.keeps(group):
-            return gradients
-        buffers = parts_here([entry[self.momentum] for entry in entries])
-        torch._foreach_mul_(buffers, group["momentum"])
-        torch._foreach_add_(buffers, gradients, alpha=1 - group["dampening"])
+            for stack in stacks:
+                stack.ahead = stack.buffer
+            return
+        for stack in [x for x in stacks if x.fresh]:
+            self._begin(group, stack, present)
+        momenta: list[Any] = [stack.momentum for stack in stacks]
+        torch._foreach_mul_(momenta, group["momentum"])
+        torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
+        ahead: Any = momenta
         if group["nesterov"]:
-            return torch._foreach_add(gradients, buffers, alpha=group["momentum"])
-        return buffers
+            ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        for stack, tensor in zip(stacks, ahead, strict=True):
+            stack.ahead = tensor
+
+    def _begin(self, group: Group, stack: ParameterStack, present: list[bool] | None) -> None:
+        """Let the first momentum be the gradient: dampening begins in the second step."""
+        graded = [True] * len(stack.parameters) if present is None else present[stack.at]
+        rows = [row for row in stack.fresh if graded[row]]
+        stack.fresh = [row for row in stack.fresh if not graded[row]]
+        share = float(group["dampening"]) / float(group["momentum"])
+        for row in rows if share else ():
+            assert stack.momentum is not None
+            stack.momentum[row].add_(stack.buffer[row], alpha=share)
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
@@ -284,7 +383,7 @@ class SGDStep(BaseStep):
             if momentum >= 1:
                 raise invalid("momentum", momentum, "beside weight_decay, it must be below 1")
             decay = decay * (1 - group["dampening"]) / (1 - momentum)
-        descend(params, directions, group["lr"], decay)
+        descend(parts_here(params), directions, group["lr"], decay)
 
 
 class AnyStep(BaseStep):
@@ -296,65 +395,89 @@ class AnyStep(BaseStep):
     length = FallLength
     momentum = MOMENTUM
 
+    def adopt(self, plan: Plan) -> None:
+        plan.entries = [self.optimizer.state[p] for p in plan.parameters]
+        for stack in plan.stacks:
+            entries = plan.entries[stack.at]
+            if not stack.mine:
+                for entry in entries:
+                    entry.pop(MOMENTUM, None)  # a loaded state has those of all ranks
+            elif any(MOMENTUM in entry for entry in entries):
+                self._adopt(stack, entries, MOMENTUM)
+
     def keeps(self, group: Group) -> bool:
         return False  # as a rule, the base keeps one on all ranks
 
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
 
-    def follow(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> OfBase:
-        found, steps = self._found(), self._steps(ready)
-        for p in steps.keys() - set(mine):
-            self.optimizer.state[p].pop(MOMENTUM, None)  # a loaded state has those of all ranks
-        for group in self.groups:
-            for params in _alike([p for p in group["params"] if p in steps and p in mine]):
-                entries = [self.optimizer.state[p] for p in params]
-                gradients = _gradients(group, params)
-                if all("exp_avg" in entry for entry in entries):
-                    momenta = parts_here([entry["exp_avg"] for entry in entries])
-                else:  # the base has none: K-FAC keeps them
-                    for p, entry in zip(params, entries, strict=True):
-                        _begin(entry, p)
-                    momenta = parts_here([entry[MOMENTUM] for entry in entries])
-                    torch._foreach_lerp_(momenta, gradients, 1 - _DECAY)
-                found.momenta.update(zip(params, momenta, strict=True))
-                falls = torch._foreach_mul(momenta, [steps[p] for p in params])
-                found.measured.update(zip(params, falls, strict=True))
-        return found
+    def follow(self, plan: Plan) -> BaseNumbers:
+        present = plan.collect()
+        steps = self._steps(plan)
+        gradients = [stack.buffer for stack in plan.stacks]
+        for stack, step in zip(plan.stacks, steps, strict=True):
+            if not stack.mine:
+                continue
+            entries = plan.entries[stack.at]
+            graded = [True] * len(entries) if present is None else present[stack.at]
+            both = zip(entries, graded, strict=True)
+            moments = parts_here(
+                [entry["exp_avg"] if g and "exp_avg" in entry else None for entry, g in both]
+            )
+            if all(x is not None for x, g in zip(moments, graded, strict=True) if g):
+                stack.ahead = stack.stacked(moments)
+            else:  # the base has none: K-FAC keeps them
+                if stack.momentum is None:
+                    self._adopt(stack, entries, MOMENTUM)
+                assert stack.momentum is not None
+                slope = -stack.buffer if self.groups[stack.number].get("maximize") else stack.buffer
+                resting = [i for i, g in enumerate(graded) if not g]
+                momenta = stack.momentum[resting]
+                stack.ahead = stack.momentum.lerp_(slope, 1 - _DECAY)
+                if resting:
+                    stack.ahead = stack.momentum.clone()
+                    stack.ahead[resting] = 0
+                    stack.momentum[resting] = momenta
+            stack.buffer = stack.ahead * step
+        plan.measure(self.length.measures)
+        for stack, gradient in zip(plan.stacks, gradients, strict=True):
+            stack.buffer = gradient
+        return BaseNumbers(self._rates(), [], None if present is None else [*present, False])
 
-    def _steps(self, ready: Collection[Tensor]) -> dict[Tensor, Tensor]:
-        """Let the base step all parameters, and put ``ready`` ones back where they were.
+    def _steps(self, plan: Plan) -> list[Tensor]:
+        """Let the base step all parameters, and put the plan's back where they were.
 
-        Return how far the base moved these down. It is called once a step, since some bases count
-        their steps in the group.
+        Return how far the base moved these down, in stacks. It is called once a step, since some
+        bases count their steps in the group.
         """
-        stepped = [
-            p for group in self.groups for p in group["params"] if p in ready and p.grad is not None
-        ]
-        steps = {p: parts_here([p])[0].clone() for p in stepped}
-        with _without_decay_of(steps.keys(), self.groups):
+        parts = parts_here(plan.parameters)
+        former = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
+        with _without_decay_of(plan, self.groups):
             self.optimizer.base_step()
-        for p, former in steps.items():
-            (moved,) = parts_here([p.data])
-            step = former - moved
-            moved.copy_(former)
-            steps[p] = step
-        return steps
+        parts = parts_here(plan.parameters)
+        moved = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
+        for stack, tensor in zip(plan.stacks, former, strict=True):
+            torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
+        return [before - after for before, after in zip(former, moved, strict=True)]
 
-    def rest(self, directions: Directions) -> None:
+    def rest(self, plan: Plan, present: list[bool] | None) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
-    def open(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> None:
+    def open(self, plan: Plan) -> None:
         """Let the base make its entries, in a step that is taken back."""
-        for p in self._steps(ready):
-            if p in mine and "exp_avg" not in self.optimizer.state[p]:
-                _begin(self.optimizer.state[p], p)
+        self._steps(plan)
+        plan.entries = [self.optimizer.state[p] for p in plan.parameters]
+        for stack in plan.stacks:
+            entries = plan.entries[stack.at]
+            if stack.mine and not all("exp_avg" in entry for entry in entries):
+                self._adopt(stack, entries, MOMENTUM)
 
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         # The learning rate is in the lengths already; a decay goes by it.
+        params = parts_here(params)
         if group.get("weight_decay", 0.0) != 0:
             rate = rate_for(rate_of(group), params[0])
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
@@ -362,20 +485,21 @@ class AnyStep(BaseStep):
 
 
 @contextmanager
-def _without_decay_of(stepped: Collection[Tensor], groups: list[Group]) -> Iterator[None]:
-    """Let the base decay all parameters but ``stepped`` ones.
+def _without_decay_of(plan: Plan, groups: list[Group]) -> Iterator[None]:
+    """Let the base decay all parameters but the plan's.
 
-    While the base steps, ``stepped`` parameters may stand in groups of their own at the end.
+    While the base steps, the plan's parameters may stand in groups of their own at the end.
     """
     count, changed = len(groups), []
     try:
-        for group in groups[:]:
+        for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
             params, decay = group["params"], group.get("weight_decay")
-            apart = [p for p in params if p in stepped]
+            apart = [
+                p for p, number in zip(plan.parameters, plan.numbers, strict=True) if number == i
+            ]
             if not (decay and apart):
                 continue
             changed.append((group, params, decay))
-            decayed = [p for p in params if p not in stepped]
             if any(p.grad is not None for p in decayed):
                 # Copy the values: a count may be a tensor, which both groups would move on.
                 values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
@@ -388,12 +512,6 @@ def _without_decay_of(stepped: Collection[Tensor], groups: list[Group]) -> Itera
         del groups[count:]
         for group, params, decay in changed:
             group["params"], group["weight_decay"] = params, decay
-
-
-def _begin(entry: Entry, p: Tensor) -> None:
-    """Add the momentum that K-FAC keeps of a parameter, unless it is there."""
-    if MOMENTUM not in entry:
-        entry[MOMENTUM] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def lacks_second(base: BaseStep | type[BaseStep], entry: Any) -> bool:
@@ -430,27 +548,13 @@ def descend(
 
 
 @contextmanager
-def gradients_of(new: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+def gradients_of(new: Pairs) -> Iterator[None]:
     """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
-    old = [(p, p.grad) for p in new]
+    old = [(p, p.grad) for p, _ in new]
     try:
-        for p, gradient in new.items():
+        for p, gradient in new:
             p.grad = gradient
         yield
     finally:
         for p, own in old:
             p.grad = own
-
-
-def _gradients(group: Group, params: list[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of the gradients to descend along."""
-    gradients = parts_here([p.grad for p in params if p.grad is not None])
-    return list(torch._foreach_neg(gradients)) if group.get("maximize") else gradients
-
-
-def _alike(params: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return lists of parameters that one foreach call can take."""
-    places: dict[Any, list[Tensor]] = {}
-    for p in params:
-        places.setdefault((p.device, p.dtype, type(p)), []).append(p)
-    return list(places.values())

@@ -315,11 +315,11 @@ def descend(
     torch._foreach_sub_(p, update)
 
 
-def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
-    """Return gradients under each group's limit on the norm over all groups."""
+def clipped_gradients(groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor | None]]:
+    """Return parameters and gradients under each group's limit on the norm over all groups."""
     graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
     gradients = [p.grad for params in graded for p in params]
-    result: dict[Tensor, Tensor] = {}
+    result: list[tuple[Tensor, Tensor | None]] = []
     if not gradients or all(_limit(group) == math.inf for group in groups):
         return result
     norm = global_norm(gradients)
@@ -329,7 +329,7 @@ def clipped_gradients(groups: list[dict[str, Any]]) -> dict[Tensor, Tensor]:
                 (some,) = same
                 to = norm.to(some[0].device, math_dtype(some[0].dtype)).reshape(1)
                 new = _clipped([p.grad for p in some], to, _limit(group))
-                result.update(zip(some, new, strict=True))
+                result += zip(some, new, strict=True)
     return result
 
 

@@ -66,7 +66,7 @@ class Load:
         missing, kfac, base = self.anew, self._kfac, optimizer.base_part
         # Layers that have a state here, or had one, but no momentum
         anew = dict.fromkeys(x.name for x in checkpoint.foreign_moments(kfac, self.entries))
-        _, with_momenta = kfac.exchange.stepped()
+        _, with_momenta = kfac.stepped()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]
@@ -105,12 +105,12 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     kfac = optimizer.preconditioner
     if kfac.ranks.world == 1 or _saves_all_shares():
         return
-    states, owned = kfac.registry.states, kfac.store.owned.by_key
+    states, group_of = kfac.registry.states, kfac.group_of
     averages = [
-        f"{side.upper()} of {layer.name!r}"
+        f"{side.name.upper()} of {layer.name!r}"
         for layer in kfac.registry.active
-        for side in "ag"
-        if states[layer.name].has_average and (layer, side) not in owned
+        for side in group_of[layer].sides
+        if states[layer.name].has_average and layer not in side.owned
     ]
     absent = [checkpoint.abridged(averages, between=", ")] if averages else []
     elsewhere = {p for p, momentum in optimizer.momenta().items() if momentum.shape != p.shape}
@@ -212,7 +212,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
     }
     seconds: dict[Tensor, Tensor] = {}
-    replaces = SQUARE_SUM in kfac.store.sizes.of_gradient
+    replaces = SQUARE_SUM in kfac.sizes.of_gradient
     for layer in registry.with_state if replaces else ():
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:

@@ -61,6 +61,7 @@ class KFACMixin(Optimizer):
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
+        self._published = -1  # compilations, when the state's entries were made
         self._step_of_base = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -105,23 +106,13 @@ class KFACMixin(Optimizer):
         # Some users call step() under autocast, which is for the model's passes.
         with precision.without_autocast(self.device.type):
             self._settle_load()
-            if self.preconditioner.rule.makes_directions:
-                # Step along K-FAC's directions; the base steps the parameters without one.
-                base = self.base_part
-                with gradients_of(base.limited()):
-                    directions = self.preconditioner.step(self.param_groups, base)
-                    for p in self._stepped - directions.keys():
-                        if p.grad is not None:
-                            base.release(self.state[p])
-                            self._stepped.discard(p)
-                    self._stepped.update(directions)
-                    base.rest(directions)
-                with stage("base step"):
-                    base.move(directions)
-            else:
-                with gradients_of(self.preconditioner.step(self.param_groups)):
-                    self.base_step()
-        checkpoint.publish(self.preconditioner, self.state)
+            kfac = self.preconditioner
+            base = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
+            with gradients_of(base.limited()):
+                kfac.step(self.param_groups, base)
+        if kfac.work.exchanges or kfac.compilations != self._published:
+            checkpoint.publish(kfac, self.state)
+            self._published = kfac.compilations
         self._consolidated = None
         self._notices.look(self.preconditioner)
         return loss
@@ -276,11 +267,11 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        placements, (ready, mine) = kfac.registry.placements, kfac.exchange.stepped()
+        placements, (ready, mine) = kfac.registry.placements, kfac.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
-        return self.base_part.kept(begun, mine)
+        return self.base_part.momenta(begun, mine)
 
     def base_state_dict(self) -> dict[str, Any]:
         """Return a state that a plain optimizer of the base class loads, without K-FAC's part.
@@ -330,7 +321,7 @@ class KFACMixin(Optimizer):
         if uneven is None:
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
-            ready, _ = self.preconditioner.exchange.stepped()
+            ready, _ = self.preconditioner.stepped()
             self._stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
@@ -378,7 +369,7 @@ class KFACMixin(Optimizer):
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
-            ready, _ = self.preconditioner.exchange.stepped()
+            ready, _ = self.preconditioner.stepped()
             self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.

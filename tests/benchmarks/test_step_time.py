@@ -149,7 +149,7 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     kfac = trainer.optimizers[0].preconditioner
     for step in range(2, 30):
         trainer.run(1)
-        assert len(kfac.plan.refresh) < len(kfac.layers), step
+        assert len(kfac.work.refresh) < len(kfac.layers), step
 
 
 def test_all_classes_are_timed_at_the_defaults_and_the_papers_methods_at_theirs():

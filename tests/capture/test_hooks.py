@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.capture.hooks import Capture
 from tests.capture.test_capture import assert_same, clean_run, fit, loss_of, mlp
+from tests.support import groups
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
 from tests.support.watch import (
@@ -76,7 +77,7 @@ def late_on_the_last_rank(options: dict[str, Any]) -> None:
     dist.broadcast_object_list(expected, src=world - 1)
     layer = opt.preconditioner.layers["b"]
     if opt.preconditioner.registry.placements.owner(layer, "g") == rank:
-        kept = opt.preconditioner.store.owned.by_key[layer, "g"]["average"]
+        kept = groups.averages(opt)["b", "g"]
         assert_close(kept.squeeze(0), expected[0])
 
 

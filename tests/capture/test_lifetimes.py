@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
+from tests.support import groups
 from tests.support.ranks import run
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
@@ -146,7 +147,7 @@ def test_an_optimizer_ends_with_its_last_name(case):
         modules = list(model.modules())
         step(model, optimizer)
         ours = weakref.ref(optimizer.preconditioner)
-        tensors = [weakref.ref(x) for _, x in optimizer.preconditioner.store.applied.tensors()]
+        tensors = [weakref.ref(x) for _, x in groups.tensors(optimizer)]
         del optimizer
         assert ours() is None and tensors and not any(x() is not None for x in tensors)
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)

@@ -676,7 +676,7 @@ def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
         entries = {p: plain.state[twins[p]] for p in layer.parameters}
         found += [(full(opt.state[p]["exp_avg"]), full(x["exp_avg"])) for p, x in entries.items()]
         total = sum(full(x["exp_avg_sq"]).sum() for x in entries.values())
-        if layer in opt.preconditioner.store.applied.group_of:
+        if opt.preconditioner.group_of[layer].applied:
             found.append((opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1)))
     return found
 

@@ -31,6 +31,7 @@ from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
 from kaisa_optim.plan.routes import Bucket, chunks, grouped
+from tests.support import groups
 from tests.support.cluster import (
     CLASSES,
     INPUTS,
@@ -387,8 +388,7 @@ def factors_of_ranks_apart(power: int, apart: int, options: dict[str, Any]) -> d
     for p in net.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
-    owned = opt.preconditioner.store.owned.by_key
-    return {factor.name: factor["average"] for factor in owned.values()}
+    return groups.averages(opt)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -355,7 +355,9 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     """What this rank preconditions with, under ``layer side owner``."""
     found = {}
     for layer in kfac.layers.values():
-        for name, view in kfac.store.applied.views(layer):
+        for name, view in kfac.group_of[layer].views(layer):
+            if name.split("_")[-1] in ("average", "weight", "rejected", "stale"):
+                continue
             side = name.split("_")[0]
             found[f"{layer.name} {kfac.registry.placements.owner(layer, side)} {name}"] = (
                 view.clone()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import kronecker
-from tests.support import training
+from tests.support import groups, training
 from tests.support.branches import Branches
 from tests.support.cluster import average, rank, taken_by, weights, world
 from tests.support.ranks import run
@@ -413,7 +413,7 @@ def schedules(options: dict[str, Any]) -> list[Tensor]:
     plans = []
     for i in range(10):
         learn(model, opt, i)
-        plans.append(opt.preconditioner.plan)
+        plans.append(opt.preconditioner.work)
         if i % 2:
             scheduler.step()
     assert opt.param_groups[0]["damping"] == damping / 32
@@ -470,9 +470,8 @@ def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[lis
                 warnings.simplefilter("always")
                 learn(model, opt, i)
             said.append([str(w.message) for w in caught if "failed" in str(w.message)])
-            kfac = opt.preconditioner
-            applied = kfac.store.applied.by_key.get((kfac.layers["0"], "a"))
-            states.append(None if applied is None else applied["inverse"].clone())
+            inverse = groups.state(opt, "0", "a").get("inverse")
+            states.append(None if inverse is None else inverse.clone())
     return [*states, weights(model)], said
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import EARLY
 from tests.core.test_checkpoint import quietly_load
+from tests.support import groups
 from tests.support.cluster import rank, taken_by, weights, world
 from tests.support.ranks import run
 from tests.support.training import assert_near, assert_same
@@ -144,7 +145,8 @@ def takes_shares(plan: Plan) -> Shares:
     learn(model, opt, range(3))
     places = {layer: place_of(model, layer) for layer in kfac.layers.values()}
     tensors = {
-        (places[x], s): f["average"].clone() for (x, s), f in kfac.store.owned.by_key.items()
+        (places[kfac.layers[name]], side): average.clone()
+        for (name, side), average in groups.averages(opt).items()
     }
     received = dict(kfac.ranks.received)
     found, texts = [], []
@@ -378,7 +380,7 @@ def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[s
     refreshed = []
     for step in steps:
         learn(model, opt, range(step, step + 1))
-        refreshed.append(set(opt.preconditioner.plan.refresh))
+        refreshed.append(set(opt.preconditioner.work.refresh))
     return weights(model), refreshed
 
 
@@ -411,8 +413,7 @@ class Loaded(NamedTuple):
 
 
 def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
-    factors = opt.preconditioner.store.owned.by_key
-    return {(x.name, s): f["average"].clone() for (x, s), f in factors.items()}
+    return {key: average.clone() for key, average in groups.averages(opt).items()}
 
 
 def loads_one_share(
@@ -546,10 +547,7 @@ def keeps_momenta(plan: Plan) -> tuple[list[set[int]], set[int]]:
     quietly_load(opt, whole_state(opt))
     learn(model, opt, range(2, 3))
     found.append(set(momenta_here(plan, model, opt)))
-    kfac = opt.preconditioner
-    works = {
-        p for x in kfac.layers.values() if x in kfac.store.applied.group_of for p in x.parameters
-    }
+    works = {p for layer in groups.applied(opt) for p in layer.parameters}
     return found, {i for i, p in enumerate(model.parameters()) if p in works}
 
 
@@ -578,7 +576,7 @@ def goes_on_from_the_base(plan: Plan) -> list[Tensor]:
     learn(model, plain, range(3, 4))
     learn(other, opt, range(3, 4))
     twins = dict(zip(other.parameters(), model.parameters(), strict=True))
-    for layer in opt.preconditioner.store.applied.group_of:
+    for layer in groups.applied(opt):
         entries = {p: plain.state[twins[p]] for p in layer.parameters}
         for p, entry in entries.items():
             assert_near(opt.state[p][MOMENTA[plan.optimizer]], entry[MOMENTA[plan.optimizer]])

@@ -147,7 +147,7 @@ def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
         out = model(normal(8, 6, seed=i).float(), i // length % 2 == 0)
         out.square().mean().backward()
         opt.step()
-        for layer in opt.preconditioner.plan.average:
+        for layer in opt.preconditioner.work.average:
             gathered[layer] += 1
     assert opt.preconditioner.steps == 60 and model.own.abs().max() < 1
     assert all(6 <= count <= 12 for count in gathered.values()), gathered
@@ -187,7 +187,7 @@ def changes_an_interval(name: str, ranks: list[int]) -> tuple[str, int, float]:
             opt.step()
         except ValueError as error:
             return str(error), i, total.mean().item()
-        if name == "inv_update_steps" and opt.preconditioner.plan.refresh and i > 0:
+        if name == "inv_update_steps" and opt.preconditioner.work.refresh and i > 0:
             return "", i, total.mean().item()
     return "", opt.preconditioner.steps, total.mean().item()
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.core.test_ties import Tied
+from tests.support import groups
 from tests.support.close import assert_close
 from tests.support.cluster import average
 from tests.support.ranks import run
@@ -167,8 +168,7 @@ def stored(sizes: list[int], options: dict[str, Any]) -> dict[tuple[str, int], T
     if len(sizes) > 1:
         average(net.parameters())
     opt.step()
-    owned = opt.preconditioner.store.owned.by_key
-    return {(x.name, side): factor["average"].clone() for (x, side), factor in owned.items()}
+    return {key: average.clone() for key, average in groups.averages(opt).items()}
 
 
 @pytest.mark.parametrize(

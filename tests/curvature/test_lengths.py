@@ -210,10 +210,10 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
     given: dict[str, Tensor] = {}
     real = lengths.AdamLength.give
 
-    def give(length: Any, one: Any, base: Any) -> Tensor:
-        terms = real(length, one, base)
-        directions = iter([x.clone() for stack in one.directions for x in stack])
-        for layer, count in zip(one.blocks.layers, one.blocks.counts, strict=True):
+    def give(length: Any, share: Any, *args: Any) -> Tensor:
+        terms = real(length, share, *args)
+        directions = iter([x.clone() for stack in share.directions for x in stack])
+        for layer, count in zip(share.layers, share.counts, strict=True):
             given[layer.name] = torch.stack([*itertools.islice(directions, count)])
         return terms
 
@@ -233,8 +233,10 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
 
 
 def sums_of(opt: Any) -> dict[str, Tensor]:
-    groups = opt.preconditioner.store.applied.group_of
-    return {x.name: g.tensors["square_sum"][g.slots[x]].clone() for x, g in groups.items()}
+    groups = opt.preconditioner.group_of
+    return {
+        x.name: g.tensors["square_sum"][g.slots[x]].clone() for x, g in groups.items() if g.applied
+    }
 
 
 def sums(model: nn.Module, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:

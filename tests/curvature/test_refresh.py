@@ -22,6 +22,7 @@ from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
 from kaisa_optim.plan.schedule import Schedule
 from tests.linalg.test_precision import USERS, all_settings, matmuls
 from tests.linalg.test_precision import settings as settings  # puts them back after each test
+from tests.support import groups
 from tests.support import reference as ref
 from tests.support.ranks import run
 from tests.support.training import (
@@ -407,10 +408,8 @@ def test_training_never_ends_for_a_root_that_fails(method, planted):
 
 def state_of(opt: Any, name: str) -> list[Tensor]:
     """Second-order tensors of a layer, those of A first."""
-    kfac = opt.preconditioner
-    pair = [kfac.store.applied.by_key[kfac.layers[name], side] for side in "ag"]
-    kinds = ("values", "vectors", "inverse", "root")
-    return [f[k] for f in pair for k in kinds if k in f.tensors]
+    pair = [groups.state(opt, name, side) for side in "ag"]
+    return [x[k] for x in pair for k in ("values", "vectors", "inverse", "root") if k in x]
 
 
 @pytest.mark.parametrize("raises", [True, False])
@@ -476,8 +475,7 @@ def test_an_inverse_of_an_indefinite_average_is_told():
     opt = KFACSGD(model, lr=0.1, damping=1e-4, **ALWAYS["inverse"])
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "0")]
-    a = opt.preconditioner.store.owned.by_key[opt.preconditioner.layers["0"], "a"]
-    a["average"].sub_(10 * torch.eye(5).double())
+    groups.averages(opt)["0", "a"].sub_(10 * torch.eye(5).double())
     train(model, opt, [1])
     assert_same(state_of(opt, "0")[:1], kept[:1])
     with told("layer '0' failed, 1 in a row"):
@@ -490,9 +488,8 @@ def test_a_stored_product_follows_the_factor_that_did_not_fail(monkeypatch):
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [1])
-    applied, layer = opt.preconditioner.store.applied, opt.preconditioner.layers["2"]
-    a, g = (applied.by_key[layer, side]["values"] for side in "ag")
-    found = applied.group_of[layer].tensors["scale"]
+    a, g = (groups.state(opt, "2", side)["values"] for side in "ag")
+    found = opt.preconditioner.group_of[opt.preconditioner.layers["2"]].tensors["scale"]
     torch.testing.assert_close(found, 1 / (g[:, :, None] * a[:, None, :] + 0.1))
 
 

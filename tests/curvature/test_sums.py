@@ -11,6 +11,7 @@ from torch import nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import conv
 from kaisa_optim.linalg import kronecker
+from tests.support import groups
 from tests.support.close import assert_close
 
 POLAR = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -91,7 +92,7 @@ def test_inputs_whose_squares_are_zero_leave_the_identity():
             opt.zero_grad()
             net(1e-22 * x).mul(1e22).square().mean().backward()
             opt.step()
-    root = opt.preconditioner.store.applied.by_key[opt.preconditioner.layers[""], "a"]["root"]
+    root = groups.state(opt, "", "a")["root"]
     assert torch.equal(root, torch.eye(5)[None]) and not torch.equal(net.weight, before)
 
 
@@ -130,7 +131,7 @@ def test_half_precision_storage_never_overflows(name):
     net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     opt = step(net, torch.randn(3, 6), inv_dtype=torch.float16, **HALF[name])
     assert all(p.isfinite().all() for p in net.parameters())
-    stored = [t for n, t in opt.preconditioner.store.applied.tensors() if n in ("scale", "inverse")]
+    stored = [t for n, t in groups.tensors(opt) if n in ("scale", "inverse")]
     # The test is about values beyond what the dtype holds: some must have come to its limit.
     assert any((t.abs() == torch.finfo(torch.float16).max).any() for t in stored)
 

@@ -18,7 +18,7 @@ from kaisa_optim.curvature.lengths import (
     FallLength,
     Length,
     SGDLength,
-    Stepped,
+    Share,
 )
 from tests.optim.bases import by_name, give, gradients
 from tests.optim.test_conformance import CASES
@@ -71,11 +71,13 @@ def watched() -> Iterator[dict[str, Seen]]:
         for cls in (AdamLength, FallLength, SGDLength):
             own = cls.give
 
-            def recorded(length: Length, one: Stepped, base: Any, own: Any = own) -> Tensor:
-                terms: Tensor = own(length, one, base)
-                stacks = one.directions, one.momenta
-                directions, momenta = ([x for stack in own for x in stack] for own in stacks)
-                both = zip(one.blocks.layers, directions, momenta, one.peaks, strict=True)
+            def recorded(
+                length: Length, share: Share, momenta: Any, peaks: Any, base: Any, own: Any = own
+            ) -> Tensor:
+                terms: Tensor = own(length, share, momenta, peaks, base)
+                stacks = share.directions, momenta
+                directions, blocks = ([x for stack in own for x in stack] for own in stacks)
+                both = zip(share.layers, directions, blocks, peaks, strict=True)
                 for layer, d, m, peak in both:
                     seen[layer.name] = Seen(d.clone(), m * peak)
                 return terms

@@ -599,25 +599,6 @@ def test_a_refused_group_leaves_no_trace(group, error):
     copy.deepcopy(opt)
 
 
-def test_gradients_of_two_dtypes_are_not_copied_in_one_call():
-    """CUDA's call took them all for the first one's, before torch 2.11."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    model[2].bfloat16()
-    x = torch.randn(8, 4)
-    opt = KFACSGD(model, lr=0.1)
-    model[2](model[1](model[0](x)).bfloat16()).float().square().mean().backward()
-    copy_, calls = torch._foreach_copy_, []
-
-    def spied(targets, sources, **more):
-        calls.append({t.dtype for t in targets})
-        copy_(targets, sources, **more)
-
-    with mock.patch.object(torch, "_foreach_copy_", spied):
-        opt.step()
-    assert max(map(len, calls)) == 1
-    assert set.union(*calls) >= {torch.float32, torch.bfloat16}
-
-
 # ---- models beside the trained one ----
 
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
+from tests.support import groups
 from tests.support.training import values
 
 INPUTS, CLASSES = 7, 4
@@ -250,8 +251,7 @@ def average(parameters: Any, group: Any = None) -> None:
 
 
 def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
-    kfac = opt.preconditioner
-    return {(x.name, s): f["average"].clone() for (x, s), f in kfac.store.owned.by_key.items()}
+    return {key: average.clone() for key, average in groups.averages(opt).items()}
 
 
 def turns_of_ranks(plan: Plan) -> dict[str, Any]:

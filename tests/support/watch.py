@@ -5,6 +5,7 @@ Rows are ``[blocks, rows, width]``; a block is one Kronecker pair.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.core import exchange
+from kaisa_optim.curvature.lengths import AdamLength, FallLength, SGDLength
 from tests.support.close import assert_close as assert_close
 from tests.support.reference import input_rows, matrix, precondition, split_rows
 from tests.support.reference import take_step as taken
@@ -137,20 +138,23 @@ def check_step(
 def stepped_blocks() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Note each layer's momentum and direction, ``[blocks, g, a]``, without its length."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
-    real = exchange.Stepped
+    with contextlib.ExitStack() as stack:
+        for cls in (AdamLength, FallLength, SGDLength):
 
-    def noted(blocks: Any, stacks: list[Tensor], momenta: list[Tensor], *rest: Any) -> Any:
-        one = real(blocks, stacks, momenta, *rest)
-        whole = [peak * m for peak, m in zip(one.peaks, _blocks(momenta), strict=True)]
-        moved = [d.clone() for d in _blocks(stacks)]
-        start = 0
-        for layer, count in zip(blocks.layers, blocks.counts, strict=True):
-            own = slice(start, start + count)
-            found[layer.name] = torch.stack(whole[own]), torch.stack(moved[own])
-            start += count
-        return one
+            def noted(
+                length: Any, share: Any, momenta: Any, peaks: Any, base: Any, real: Any = cls.give
+            ) -> Tensor:
+                whole = [peak * m for peak, m in zip(peaks, _blocks(momenta), strict=True)]
+                moved = [d.clone() for d in _blocks(share.directions)]
+                start = 0
+                for layer, count in zip(share.layers, share.counts, strict=True):
+                    own = slice(start, start + count)
+                    found[layer.name] = torch.stack(whole[own]), torch.stack(moved[own])
+                    start += count
+                terms: Tensor = real(length, share, momenta, peaks, base)
+                return terms
 
-    with mock.patch.object(exchange, "Stepped", noted):
+            stack.enter_context(mock.patch.object(cls, "give", noted))
         yield found
 
 

@@ -1,6 +1,6 @@
 """Rules: how running averages become state, and state turns gradients into new ones."""
 
-from .base import Rule, StepValues
+from .base import Rule
 from .cholesky import CholeskyRule
 from .eigen import EigenRule, StoredProductRule
 from .polar import PolarRule
@@ -13,6 +13,5 @@ __all__ = [
     "EigenRule",
     "PolarRule",
     "Rule",
-    "StepValues",
     "StoredProductRule",
 ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,28 +16,12 @@ from ...layers import Layer
 from ...linalg import kronecker, moments, precision
 from ...plan.facts import Work
 from ...plan.moves import Sizes, TensorSpec
-from ..lengths import Length, OfBase
-from ..stacks import (
-    AppliedFactors,
-    Factor,
-    Factors,
-    Key,
-    LayerGroup,
-    by_place,
-    per_block,
-)
-from ..stacks import stack_key as key_of
+from ..group import Group, Key, Side, StackKey, by_place, per_block
+from ..group import stack_key as key_of
+from ..lengths import Length
 
 DampingOf = Callable[[Layer], float]
-
-
-@dataclass(frozen=True)
-class StepValues:
-    """Numbers of one step that rules read."""
-
-    damping_of: DampingOf
-    decay_of: Callable[[Layer], float]
-    base: OfBase | None = None  # the base's side, of rules that make directions
+GroupOf = Mapping[Layer, Group]
 
 
 class Rule(ABC):
@@ -54,6 +37,7 @@ class Rule(ABC):
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     length: Length | None = None  # new gradients are steps' directions, of this length
+    reads_damping = False  # new gradients go by the damping of their step
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -68,37 +52,26 @@ class Rule(ABC):
 
     # ---- state ----
 
-    def allocate(self, applied: AppliedFactors) -> None:
-        """Allocate the tensors of a new layout; state is the identity until a refresh."""
-        for stack in applied.stacks.values():
-            stack.allocate(self.sizes.of_factor, self.dtype)
-            for spec in self.sizes.of_factor:
-                state = stack.tensors.get(spec.name)  # a diagonal factor may have none
-                if state is not None:
-                    (state.diagonal(dim1=1, dim2=2) if state.dim() == 3 else state).fill_(1)
-        for group in applied.groups:
-            group.allocate(self.sizes.of_gradient, self.dtype)
-
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
         """Yield why loaded state can't be used: weights would turn NaN."""
         if spec in self.sizes.of_factor and not tensor.isfinite().all():
             yield "not finite"
 
-    def outgoing(self, factor: Factor) -> list[Tensor]:
-        """Return the tensors that the owner sends and the other gradient workers fill."""
-        return [factor[name] for name in factor.tensors]
+    def outgoing(self, side: Side, slots: slice) -> list[Tensor]:
+        """Return the tensors that a factor's owner sends and the other gradient workers fill."""
+        return [tensor[slots] for tensor in side.state.values()]
 
-    def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
+    def incoming(self, side: Side, slots: slice, tensors: list[Tensor]) -> None:
         """Store the tensors of :meth:`outgoing`; the owner does so, too."""
         return None
 
-    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+    def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return the quality of a factor's state, ``[blocks]``, on the device."""
         raise NotImplementedError
 
     # ---- refresh ----
 
-    def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
+    def means(self, group_of: GroupOf, layers: Sequence[Layer]) -> list[Tensor]:
         """Return the mean eigenvalues that the owners of A and of G must tell each other."""
         return []
 
@@ -115,9 +88,7 @@ class Rule(ABC):
         Diagonal factors, ``[k, n]``, have the first result alone; failed ones may be NaN.
         """
 
-    def renew(
-        self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
-    ) -> None:
+    def renew(self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf) -> None:
         """Form the tensors that follow from these layers' new state."""
         return None
 
@@ -128,10 +99,8 @@ class Rule(ABC):
         return nullcontext()
 
     @abstractmethod
-    def apply(
-        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
-    ) -> Tensor:
-        """Return ``members``' new gradients, stacked as ``gradient``; call once a step for each."""
+    def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
+        """Return a group's new gradients, or directions, ``[k, g, a]``."""
 
     def lacks_half_products(self, devices: Iterable[torch.device]) -> bool:
         """Return whether products are asked for in bfloat16 that some device does not have."""
@@ -140,14 +109,12 @@ class Rule(ABC):
         ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
         return not all(precision.multiplies_in_half(torch.bfloat16, one) for one in ones)
 
-    def _states(
-        self, group: LayerGroup, name: str, members: list[Layer], like: Tensor
-    ) -> tuple[Any, Any]:
-        """Return these layers' tensors of G and of A, ready for arithmetic with ``like``.
+    def _states(self, group: Group, name: str, like: Tensor) -> tuple[Any, Any]:
+        """Return a group's tensors of G and of A, ready for arithmetic with ``like``.
 
         ``None`` stands for a tensor that a diagonal factor does not have.
         """
-        g, a = group.states(name, members)
+        g, a = group.g.state.get(name), group.a.state.get(name)
         if g is not None and g.dtype != like.dtype and not self._in_half(g.dtype, like):
             g = g.to(like.dtype)
         if a is not None and a.dtype != like.dtype and not self._in_half(a.dtype, like):
@@ -177,16 +144,16 @@ class TriangleRule(Rule):
                 shifts |= {(x, side): part for x, part in zip(same, parts, strict=True)}
         return shifts
 
-    def outgoing(self, factor: Factor) -> list[Tensor]:
-        if factor.key.diagonal:
-            return super().outgoing(factor)
-        return [moments.pack(factor[self.sizes.of_factor[0].name])]
+    def outgoing(self, side: Side, slots: slice) -> list[Tensor]:
+        if side.key.diagonal:
+            return super().outgoing(side, slots)
+        return [moments.pack(side.state[self.sizes.of_factor[0].name][slots])]
 
-    def incoming(self, factor: Factor, tensors: list[Tensor]) -> None:
+    def incoming(self, side: Side, slots: slice, tensors: list[Tensor]) -> None:
         # The owner unpacks its own triangle, too, so that all ranks have the same bits.
-        if not factor.key.diagonal:
-            whole = moments.unpack(tensors[0], factor.key.size)
-            factor[self.sizes.of_factor[0].name].copy_(whole)
+        if not side.key.diagonal:
+            whole = moments.unpack(tensors[0], side.key.size)
+            side.state[self.sizes.of_factor[0].name][slots] = whole
 
 
 def triangles(name: str, kind: str) -> Sizes:

@@ -10,8 +10,8 @@ from torch import Tensor
 from ...layers import Layer
 from ...linalg import kronecker
 from ...plan.facts import Work
-from ..stacks import Factor, Factors, LayerGroup, StackKey, by_place, stack_key
-from .base import StepValues, TriangleRule, triangles
+from ..group import Group, by_place, stack_key
+from .base import DampingOf, GroupOf, TriangleRule, triangles
 
 
 class CholeskyRule(TriangleRule):
@@ -25,14 +25,22 @@ class CholeskyRule(TriangleRule):
         # "pi": γ_A γ_G = γ; "full": γ on both
         self.sizes = self.sizes._replace(tells_means=split == "pi")
 
-    def means(self, owned: Factors, layers: Sequence[Layer]) -> list[Tensor]:
-        """Return mean eigenvalues of A and of G, ``[2, blocks]`` for the layers of each place."""
-        found = []
+    def means(self, group_of: GroupOf, layers: Sequence[Layer]) -> list[Tensor]:
+        """Return mean eigenvalues of A and of G, ``[2, blocks]`` for the layers of each place.
+
+        They are zero where another rank owns the factor.
+        """
+        means = []
         for same in by_place(layers) if self.sizes.tells_means else ():
-            like = stack_key(same[0], "g")
-            rows = [_mean(owned.by_key.get((x, side)), x, like) for side in "ag" for x in same]
-            found.append(torch.cat(rows).view(2, -1))
-        return found
+            like, rows = stack_key(same[0], "g"), []
+            for layer, side in [(x, group_of[x].sides[i]) for i in range(2) for x in same]:
+                if layer in side.owned:
+                    average = side.averages["average"][side.owned[layer]].to(like.dtype)
+                    rows.append(kronecker.mean_eigenvalue(average, diagonal=side.key.diagonal))
+                else:
+                    rows.append(torch.zeros(layer.blocks, dtype=like.dtype, device=like.device))
+            means.append(torch.cat(rows).view(2, -1))
+        return means
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None
@@ -40,16 +48,5 @@ class CholeskyRule(TriangleRule):
             return (1 / (factors + damping[:, None]),)
         return (kronecker.damped_inverse(factors, damping),)
 
-    def apply(
-        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
-    ) -> Tensor:
-        g, a = self._states(group, "inverse", members, gradient)
-        return kronecker.apply_inverse(gradient, g, a)
-
-
-def _mean(factor: Factor | None, layer: Layer, like: StackKey) -> Tensor:
-    """Return mean eigenvalues, ``[blocks]``; zeros where another rank owns the factor."""
-    if factor is None:
-        return torch.zeros(layer.blocks, dtype=like.dtype, device=like.device)
-    average = factor["average"].to(like.dtype)
-    return kronecker.mean_eigenvalue(average, diagonal=factor.key.diagonal)
+    def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
+        return kronecker.apply_inverse(gradients, *self._states(group, "inverse", gradients))

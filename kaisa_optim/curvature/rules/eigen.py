@@ -11,8 +11,8 @@ from ...layers import Layer
 from ...linalg import eigen, kronecker
 from ...plan.facts import Work
 from ...plan.moves import Sizes, TensorSpec
-from ..stacks import AppliedFactors, Factor, LayerGroup, at
-from .base import DampingOf, Rule, StepValues, stored
+from ..group import Group, StackKey
+from .base import DampingOf, GroupOf, Rule, stored
 
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 
@@ -28,6 +28,7 @@ class EigenRule(Rule):
         )
     )
     quality = "condition"
+    reads_damping = True
     slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
@@ -39,29 +40,25 @@ class EigenRule(Rule):
             if not off.abs().max() <= _ORTHONORMAL:  # infinities of both signs make NaN
                 yield "not orthonormal"
 
-    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+    def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return condition numbers of a factor with the damping."""
-        values = state["values"].double() + damping
+        values = state.double() + damping
         return values.amax(1) / values.amin(1)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         return (factors.clamp(min=0),) if diagonal else eigen.eigendecompose(factors)
 
-    def apply(
-        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
-    ) -> Tensor:
-        bases = self._states(group, "vectors", members, gradient)
-        projected = kronecker.into_basis(gradient, *bases)
-        if projected is gradient:  # both factors are diagonal, and the caller needs the gradient
-            projected = gradient.clone()
-        self._divide(group, projected, members, values)
+    def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
+        bases = self._states(group, "vectors", gradients)
+        projected = kronecker.into_basis(gradients, *bases)
+        if projected is gradients:  # both factors are diagonal, and the caller needs the gradients
+            projected = gradients.clone()
+        self._divide(group, projected, damping_of)
         return kronecker.out_of_basis(projected, *bases)
 
-    def _divide(
-        self, group: LayerGroup, new: Tensor, members: list[Layer], values: StepValues
-    ) -> None:
-        damping = group.common_or_each(members, values.damping_of)
-        g, a = self._states(group, "values", members, new)
+    def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
+        damping = group.common_or_each(damping_of)
+        g, a = self._states(group, "values", new)
         new.div_(kronecker.damped_product(g, a, damping))
 
 
@@ -72,19 +69,14 @@ class StoredProductRule(EigenRule):
         of_gradient=(TensorSpec("scale", "eigenvalue_products", "gradient"),)
     )
 
-    def renew(
-        self, applied: AppliedFactors, layers: Sequence[Layer], damping_of: DampingOf
-    ) -> None:
-        for layer in layers:
-            group = applied.group_of.get(layer)
-            if group is not None:
-                a, g = (applied.by_key[layer, side]["values"] for side in "ag")
-                product = kronecker.damped_product(g, a, damping_of(layer))
-                scale = group.tensors["scale"]
-                scale[group.slots[layer]] = stored(product.reciprocal_(), scale.dtype)
+    def renew(self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf) -> None:
+        for layer in [x for x in layers if x in group_of and group_of[x].applied]:
+            group = group_of[layer]
+            slots = group.slots[layer]
+            a, g = (side.state["values"][slots] for side in group.sides)
+            product = kronecker.damped_product(g, a, damping_of(layer))
+            scale = group.tensors["scale"]
+            scale[slots] = stored(product.reciprocal_(), scale.dtype)
 
-    def _divide(
-        self, group: LayerGroup, new: Tensor, members: list[Layer], values: StepValues
-    ) -> None:
-        scale = at(group.tensors["scale"], group.slots_of(members))
-        new.mul_(scale.to(new.dtype))
+    def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
+        new.mul_(group.tensors["scale"].to(new.dtype))

@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ...layers import Layer
 from ...linalg import kronecker, orthogonal, precision, roots
 from ...plan.facts import Work
 from ...plan.moves import TensorSpec
-from ..lengths import SQUARE_SUM, BlockSums, Length
-from ..stacks import Factor, LayerGroup
-from .base import StepValues, TriangleRule, triangles
+from ..group import Group, StackKey
+from ..lengths import SHARD_SUMS, SQUARE_SUM, Length
+from .base import DampingOf, TriangleRule, triangles
 
 # The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
 # needs no root of its own.
@@ -42,7 +41,7 @@ class PolarRule(TriangleRule):
         super().__init__(dtype)
         self.length = length
         self.sizes = self.sizes._replace(
-            of_gradient=length.kept, terms=length.terms, shard_sums=len(BlockSums._fields)
+            of_gradient=length.specs, terms=length.terms, shard_sums=SHARD_SUMS
         )
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
@@ -56,23 +55,20 @@ class PolarRule(TriangleRule):
         half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
         return nullcontext() if half else precision.full_precision()
 
-    def measure(self, owned: Factor, state: Factor, damping: float) -> Tensor:
+    def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return the residuals of a root, with the average of now."""
-        average = owned["average"]
         shifts = average.new_full((len(average),), damping)
-        return roots.residual(average, state["root"], shifts, diagonal=owned.key.diagonal)
+        return roots.residual(average, state, shifts, diagonal=key.diagonal)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None
         root, good = roots.inverse_root(factors, damping, diagonal=diagonal)
         return (root if diagonal else root.masked_fill_(~good[:, None, None], torch.nan),)
 
-    def apply(
-        self, group: LayerGroup, gradient: Tensor, members: list[Layer], values: StepValues
-    ) -> Tensor:
+    def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
-        g, a = self._states(group, "root", members, gradient)
-        white = kronecker.apply_inverse(gradient, g, a)
+        g, a = self._states(group, "root", gradients)
+        white = kronecker.apply_inverse(gradients, g, a)
         half = not orthogonal.narrow(white) and self._in_half(torch.bfloat16, white)
         found = orthogonal.orthogonalized(white, in_half=half)
         return kronecker.softened(found, g, a, _KEPT)

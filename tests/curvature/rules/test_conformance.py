@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kaisa_optim.curvature.group import Group
 from kaisa_optim.curvature.lengths import AdamLength, FallLength, SGDLength
 from kaisa_optim.curvature.refresh import Refresher
 from kaisa_optim.curvature.rules import (
@@ -18,16 +18,14 @@ from kaisa_optim.curvature.rules import (
     EigenRule,
     PolarRule,
     Rule,
-    StepValues,
     StoredProductRule,
 )
-from kaisa_optim.curvature.stacks import AppliedFactors
 from kaisa_optim.layers import Layer, LinearLayer
 from kaisa_optim.plan.assignment import Placement, Task
 from kaisa_optim.plan.facts import LayerFacts
 from kaisa_optim.plan.moves import OF_AVERAGES
 from kaisa_optim.plan.routes import cargo_bytes
-from kaisa_optim.plan.step_plan import FAILED, StepPlan
+from kaisa_optim.plan.step_plan import FAILED
 from tests.support.training import assert_near, assert_same
 
 Make = Callable[[torch.dtype | None], Rule]
@@ -83,41 +81,37 @@ class Applied:
         damping: Callable[[int], float] = lambda i: DAMPING,
     ) -> None:
         self.rule, self.layers = rule, layers(len(factors), diagonal)
-        self.factors = AppliedFactors(self.layers)
-        for stack in self.factors.stacks.values():
-            stack.allocate(rule.sizes.of_owner, None)
-        rule.allocate(self.factors)
-        self.values = StepValues(lambda x: damping(self.layers.index(x)), lambda x: 0.95)
+        self.group = Group(self.layers, applied=True)
+        self.group.allocate(rule.sizes, None, rule.dtype, lambda *_: True, at_identity=False)
+        self.group_of = dict.fromkeys(self.layers, self.group)
+        self.damping_of = lambda x: damping(self.layers.index(x))
         self.refresh(factors)
 
     def refresh(self, factors: Sequence[tuple[Tensor, Tensor]]) -> set[str]:
         """Decompose new averages; return the layers that failed."""
         for layer, (a, g) in zip(self.layers, factors, strict=True):
             for side, matrix in (("a", a), ("g", g)):
-                factor = self.factors.by_key[layer, side]
-                diagonal = factor.key.diagonal
-                factor["average"][0] = matrix.diagonal() if diagonal else matrix
-                factor["weight"].fill_(1)
-        rule, damping_of = self.rule, self.values.damping_of
+                own = getattr(self.group, side)
+                value = matrix.diagonal() if own.key.diagonal else matrix
+                own.averages["average"][own.owned[layer]] = value
+                own.averages["weight"][own.owned[layer]] = 1
+        rule, damping_of = self.rule, self.damping_of
         names = [layer.name for layer in self.layers]
-        means = rule.means(self.factors, self.layers)
+        means = rule.means(self.group_of, self.layers)
         shifts = rule.shifts(self.layers, damping_of, means)
         refresher = Refresher(rule)
-        plan = StepPlan(1, refresh=tuple(names))
-        refresher.decompose(self.factors, self.factors, plan, shifts)
-        rule.renew(self.factors, self.layers, damping_of)
-        answers = refresher.answers(self.factors, self.layers)
+        refresher.decompose([self.group], names, (), shifts)
+        rule.renew(self.group_of, self.layers, damping_of)
+        answers = refresher.answers(self.group_of, self.layers)
         both = zip(names, answers[::2], answers[1::2], strict=True)
         return {name for name, a, g in both if FAILED in (a, g)}
 
-    def apply(self, gradient: Tensor, members: Sequence[int] | None = None) -> Tensor:
-        (group,) = self.factors.groups
-        chosen = self.layers if members is None else [self.layers[i] for i in members]
-        return self.rule.apply(group, gradient, chosen, self.values)
+    def apply(self, gradient: Tensor) -> Tensor:
+        return self.rule.apply(self.group, gradient, self.damping_of)
 
     def state(self, layer: int) -> dict[str, Tensor]:
         names = {spec.name for spec in (*self.rule.sizes.of_factor, *self.rule.sizes.of_gradient)}
-        views = self.factors.views(self.layers[layer])
+        views = self.group.views(self.layers[layer])
         return {k: t.clone() for k, t in views if k.removeprefix("a_").removeprefix("g_") in names}
 
 
@@ -149,7 +143,7 @@ def test_state_is_what_the_sizes_say(make, dtype, diagonal):
                 expected[f"{side}_{name}"] = (1, *[n] * len(dims))
     expected |= {name: (1, *shape) for name, shape in of_layer.items()}
     if rule.length is not None:
-        expected |= {spec.name: (1,) for spec in rule.length.kept}
+        expected |= {spec.name: (1,) for spec in rule.length.specs}
     state = one.state(1)
     assert {name: tuple(t.shape) for name, t in state.items()} == expected
     own = {spec.name for spec in rule.sizes.specs if spec.dtype == "own"}
@@ -158,7 +152,7 @@ def test_state_is_what_the_sizes_say(make, dtype, diagonal):
         assert tensor.dtype == (torch.float64 if dtype is None or whole else dtype)
     task = Task("layer1", A, G, "a" in diagonal, False)
     facts = LayerFacts(task, Placement(0, 0), itemsize=8)
-    held = [t for _, t in one.factors.views(one.layers[1])]
+    held = [t for _, t in one.group.views(one.layers[1])]
     told = sum(size for _, _, size in rule.sizes.kept(facts))
     assert told == sum(t.numel() * t.element_size() for t in held)
 
@@ -171,7 +165,7 @@ def test_facts_about_a_rule_agree_with_each_other(make):
     names = [spec.name for spec in rule.sizes.specs]
     assert len(set(names)) == len(names)
     one = Applied(rule, pairs(1))
-    assert bool(rule.means(one.factors, one.layers)) == rule.sizes.tells_means
+    assert bool(rule.means(one.group_of, one.layers)) == rule.sizes.tells_means
 
 
 @every_rule
@@ -183,22 +177,17 @@ def test_a_gradient_worker_receives_the_owners_state(make, dtype, diagonal):
     owner, worker = (Applied(rule, pairs(1, first), diagonal) for first in (0, 5))
     task = Task("layer0", A, G, "a" in diagonal, False)
     of_side = dict(zip("ag", LayerFacts(task, Placement(0, 0), itemsize=8).factors, strict=True))
-    names = [spec.name for spec in rule.sizes.of_factor]
     for side in "ag":
-        mine, its = (one.factors.by_key[one.layers[0], side] for one in (owner, worker))
-        kept = {n: t for n, t in mine.tensors.items() if n in names}
-        former = {n: t.clone() for n, t in its.tensors.items() if n not in names}
-        # Ranks that only apply a factor have no tensors of its owner.
-        for factor in (mine, its):
-            for name in former:
-                del factor.tensors[name]
-        sent = [t.clone() for t in rule.outgoing(mine)]
-        room = rule.outgoing(its)
+        mine, its = (getattr(one.group, side) for one in (owner, worker))
+        kept = dict(mine.state)
+        slots = slice(0, 1)
+        sent = [t.clone() for t in rule.outgoing(mine, slots)]
+        room = rule.outgoing(its, slots)
         for tensor, arrived in zip(room, sent, strict=True):
             tensor.copy_(arrived)
-        rule.incoming(its, room)
-        rule.incoming(mine, sent)
-        assert_same({n: its.tensors[n] for n in kept}, kept)
+        rule.incoming(its, slots, room)
+        rule.incoming(mine, slots, sent)
+        assert_same(dict(its.state), kept)
         bytes_ = cargo_bytes(t.numel() * t.element_size() for t in sent)
         assert bytes_ == rule.sizes.state(of_side[side])
 
@@ -209,7 +198,7 @@ def test_broken_state_is_told(make, number):
     rule = make(None)
     one = Applied(rule, pairs(1))
     for spec in rule.sizes.of_factor:
-        tensor = one.factors.by_key[one.layers[0], "a"][spec.name].clone()
+        tensor = one.group.a.state[spec.name].clone()
         assert not [*rule.faults(spec, tensor)]
         tensor.view(-1)[0] = number
         assert [*rule.faults(spec, tensor)] == ["not finite"]
@@ -307,7 +296,7 @@ def test_a_diagonal_side_is_the_dense_matrix_of_it(make, diagonal):
 
 @every_rule
 def test_layers_together_are_each_alone(make):
-    """Each has its own damping; some of a stack are picked in any place."""
+    """Each has its own damping."""
     dampings, factors, gradients = (0.1, 0.02, 0.5), pairs(3), random(3, G, A)
     together = Applied(make(None), factors, damping=lambda i: dampings[i])
     alone = torch.cat(
@@ -319,8 +308,6 @@ def test_layers_together_are_each_alone(make):
         ]
     )
     assert_near(together.apply(gradients), alone, 1e-9, 1e-12)
-    for some in ([0, 1], [0, 2], [1]):
-        assert_near(together.apply(gradients[some], some), alone[some], 1e-9, 1e-12)
     assert (alone[0] - Applied(make(None), factors[:1]).apply(gradients[:1])).abs().max() == 0
 
 
@@ -330,7 +317,7 @@ def test_a_new_damping_acts_at_once_or_at_the_next_refresh(make):
     rule = make(None)
     one, gradient = Applied(rule, pairs(1)), random(1, G, A)
     before = one.apply(gradient)
-    one.values = dataclasses.replace(one.values, damping_of=lambda x: 10 * DAMPING)
+    one.damping_of = lambda x: 10 * DAMPING
     assert torch.equal(one.apply(gradient), before) == (type(rule) is not EigenRule)
     one.refresh(pairs(1))
     anew = Applied(make(None), pairs(1), damping=lambda i: 10 * DAMPING)

@@ -200,7 +200,7 @@ def unlimited() -> Iterator[None]:
     """Steps of any length: limits go by rates, which a test may have to scale."""
 
     def none(one: Any, *rest: Any, **how: Any) -> Tensor:
-        return torch.full_like(one.peaks, math.inf)
+        return torch.full_like(one.roots, math.inf)
 
     with (
         mock.patch.object(lengths, "_limit", none),
