@@ -118,9 +118,9 @@ class Trainer:
         kfac: Any = getattr(self.optimizer, "preconditioner", None)
         if kfac is None:
             return "quiet"
-        layers = kfac.schedule.gathers(number, kfac.factor_update_steps)
-        layers |= kfac.schedule.refreshes(number, kfac.inv_update_steps)
-        return "gathering" if layers else "quiet"
+        gathers = kfac.schedule.gathers(number, kfac.factor_update_steps) is not None
+        due = kfac.schedule.refreshes(number, kfac.factor_update_steps, kfac.inv_update_steps)
+        return "gathering" if gathers or due else "quiet"
 
 
 def _images(model: nn.Module) -> Tensor:
@@ -178,9 +178,9 @@ class Bare:
             for root, n in zip(group.states("root", group.layers), sizes, strict=True):
                 if root.dim() == 2:
                     continue
-                if not names.isdisjoint(self.schedule.gathers(number, 10)):
+                if not names.isdisjoint(self.schedule.gathers(number, 10) or ()):
                     self._average(torch.eye(n).expand(group.count, n, n).clone())
-                if not names.isdisjoint(self.schedule.refreshes(number, 20)):
+                if not names.isdisjoint(self.schedule.refreshes(number, 10, 20)):
                     self._root(torch.eye(n, dtype=torch.float64).expand(group.count, n, n))
         gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
         if self.adam:

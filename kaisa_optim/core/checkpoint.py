@@ -347,7 +347,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     kfac.discard()
     for layer in kfac.registry.layers.values():
         layer.cover(_covers_after(layer, entries))
-        kfac.reset(layer)
+        kfac.registry.states[layer.name].reset()
     kfac.allocate()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     anew = []

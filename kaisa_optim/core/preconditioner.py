@@ -35,7 +35,6 @@ from .store import FactorStore
 from .view import Forward, View
 
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
-_GIVEN_UP = 10  # intervals without a pass, after which a layer no longer gathers out of its slot
 
 
 class Preconditioner:
@@ -140,8 +139,8 @@ class Preconditioner:
         if options.statistics_precision != "highest":
             intervals += f" in {options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
-        slots = self.schedule.refresh_slots(self.inv_update_steps).values()
-        most = max(map(len, slots), default=0)
+        slots = self.schedule.refresh_slots(self.factor_update_steps, self.inv_update_steps)
+        most = max(map(len, slots.values()))
         at_once = f"up to {most} layer{'s' * (most > 1)} at a time"
         intervals += f", {at_once}" if len(slots) > 1 else ", all layers at once"
         lines = [f"Preconditioner({options.compute_method}, {self.steps} steps taken)"]
@@ -180,16 +179,19 @@ class Preconditioner:
         self.hyperparameters.read(groups, self.steps)
         registry = self.registry
         registry.homes.check(groups, registry.on_meta)
+        self.status.note_gradients(self.steps)
         # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
-        # compare frozen layers in each exchange, and changes take effect there.
-        if self.ranks.world == 1 or self._exchanges():
+        # compare frozen layers where they gather, and changes take effect there.
+        gathers = self._due() is not None
+        if gathers:
             of_layer = self.sums.of_layer
             self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
         if self.store.places != registry.devices:
             self.allocate()
 
-        # Agree: the only decision that ranks take together
-        agreed = self._agree(groups)
+        # Agree: the only decision that ranks take together. A step that gathers nothing asks
+        # nobody: its work may depend only on its number and on facts that were agreed on.
+        agreed = self._agree(groups) if gathers else AgreedStep()
         if agreed is None:
             # The step does not count. The base must not begin moments that K-FAC keeps.
             self.capture.reset()
@@ -202,14 +204,17 @@ class Preconditioner:
             registry.values("damping", groups), registry.values("factor_decay", groups)
         )
         states = registry.states
-        self.plan = plan = plan_step(self.steps, agreed, states, self._slot())
+        intervals = map(self._interval, ("factor_update_steps", "inv_update_steps"))
+        slot = self.schedule.refreshes(self.steps, *intervals)
+        self.plan = plan = plan_step(self.steps, agreed, states, slot)
 
         # Factors: sums enter the owners' averages; due ones are decomposed and shared
         if plan.changes_factors:
             self._renew(plan, agreed, values)
 
         # Gradients: stacked by shape, preconditioned, handed to receivers
-        reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
+        if plan.exchanges:
+            reports.name_layers_without_statistics(self.store.applied, states, self.status.named)
         if base is None:
             updates = self.exchange.updates(values)
             if (kl_clip := self.hyperparameters.kl_clip) is not None:
@@ -220,43 +225,31 @@ class Preconditioner:
             new = updates.by_parameter(registry.in_parts)
         else:
             new = self.exchange.directions(base, values)
-        if plan.exchanges:
-            self.hyperparameters.take_intervals(self.steps + 1)
-            name_unseen(self.capture, registry)
         self.steps += 1
         self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
-        self._choose()
+        if plan.exchanges:
+            self.hyperparameters.take_intervals(self.steps)
+            self._aim()
+        else:
+            self._choose()
         return new
-
-    def _exchanges(self) -> bool:
-        """Return whether ranks have something to agree on in this step.
-
-        One process also looks at its sums; several ranks must know the answer without asking.
-        """
-        capture = self.capture
-        alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
-        if alone or capture.wanted:
-            return True
-        return any([not x.has_average and x.waits for x in self.registry.states.values()])
 
     def _agree(self, groups: list[Group]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
-        if not self._exchanges():
-            return AgreedStep()
         capture, common = self.capture, self._common(groups)
         report = self._report(common)
         agreed = self.status.exchange(capture, report, self.steps)
         if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
             self.rule.half_products = agreed.total.lacks_half_products == 0
-        self.status.check(agreed, report, common, capture, self.sums)
+        self.status.check(agreed, common, capture, self.sums)
         self.hyperparameters.take_intervals(self.steps)
         told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
         self.store.refresher.forget_answers(self.store.owned, told)
         slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
-        if self.status.is_silent(agreed, capture, len(slots)):
+        if self.status.is_silent(agreed, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
             raise RuntimeError(
@@ -294,7 +287,7 @@ class Preconditioner:
             has_gradients=any(graded),
             drawn=capture.draws > 0 or any([x.drawn for x in all_sums]),
             trained=any([x.trained for x in all_sums]),
-            checksum=agreement.checksum(common | self.status.weights()),
+            checksum=agreement.checksum([common, self.status.weights(), self.status.graded]),
             terms=sums.terms(),
             lacks_half_products=self._lacks_half_products(),
             gradients=graded,
@@ -328,15 +321,24 @@ class Preconditioner:
             state.refreshes += 1
             state.before, state.refreshed = state.refreshed, plan.number
 
-    def _slot(self) -> frozenset[str]:
-        return self.schedule.refreshes(self.steps, self._interval("inv_update_steps"))
-
     def _interval(self, name: str) -> int:
         return self.hyperparameters.in_force(name, self.steps)
 
+    def _due(self) -> frozenset[str] | None:
+        """Return the layers whose slot to gather is the next step; ``None`` if none gathers."""
+        interval, late = self._interval("factor_update_steps"), bool(self.registry.late)
+        return self.schedule.gathers(self.steps, interval, late)
+
     def _aim(self) -> None:
-        """Tell capture anew which layers gather, and where to look for their calls."""
-        name_unseen(self.capture, self.registry)
+        """Note which layers are late, and tell capture where to look for their calls.
+
+        An exchange, a load or a reset changes them, and all ranks must note the same ones.
+        """
+        registry = self.registry
+        states = [(x, registry.states[x.name]) for x in registry.layers.values()]
+        registry.late = [x for x, state in states if x.parameters and state.is_late]
+        unseen = [x for x, state in states if state.waits and state.unseen]
+        self.capture.look_around(coverage.unwrapped(registry.model), unseen)
         self._choose()
 
     def _choose(self) -> None:
@@ -346,12 +348,14 @@ class Preconditioner:
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         rounds = self.schedule.rounds_begun(self.steps, interval)
         self.capture.sample = sampling.sample_of(fraction, rounds)
-        due, states = self.schedule.gathers(self.steps, interval), self.registry.states
-        # Leave out layers without a pass for long: else ranks might exchange in every step.
-        limit = _GIVEN_UP * interval
-        self.capture.wanted = frozenset(
-            [x for x in self.registry.active if x.name in due or 0 < states[x.name].missed < limit]
-        )
+        due, layers = self._due(), self.registry.layers
+        wanted: list[Layer] = []
+        missing: list[Layer] = []
+        if due is not None:
+            wanted = [*map(layers.__getitem__, due), *self.registry.late]
+            missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
+        # In a step that gathers nothing both are empty, so that hooks leave at once.
+        self.capture.wanted, self.capture.missing = frozenset(wanted), set(missing)
 
     # ---- values that must be alike on all ranks ----
 
@@ -398,19 +402,14 @@ class Preconditioner:
         self.allocate()
         self._aim()
 
-    def reset(self, layer: Layer) -> None:
-        """Forget a layer's factors: they are estimated anew when the layer is next used."""
-        self.registry.states[layer.name].reset()
-        self.capture.missing.add(layer)
-
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         registry = self.registry
         registry.placements.find_facts(registry.layers.values())
         self.store.allocate(registry, self.ranks.rank, self.ranks.grid)
         self.exchange.allocate(self.store.applied)
-        at_once = self.options.at_once(self.ranks.world)
-        self.schedule = Schedule([*registry.placements.facts.values()], at_once, self.options.early)
+        facts, options = [*registry.placements.facts.values()], self.options
+        self.schedule = Schedule(facts, options.staggered, options.early)
         # All entries of the optimizer's state share one count. They are to have views of the new
         # stacks: publish them anew.
         self.step_count = torch.tensor(self.steps, device="cpu")
@@ -433,6 +432,7 @@ class Preconditioner:
             self._ask_owners()
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
+        self.status.graded.clear()
         self._aim()
 
     def _ask_owners(self) -> None:
@@ -443,9 +443,10 @@ class Preconditioner:
     def _forget(self, layers: Collection[Layer]) -> None:
         """Reset layers, and lay out their tensors anew."""
         for layer in layers:
-            self.reset(layer)
+            self.registry.states[layer.name].reset()
         if layers:
             self.allocate()
+            self._aim()
 
     def settle_load(self, groups: list[Group], momenta: Parameters) -> list[Layer] | None:
         """Compare loaded states; return the layers whose ``momenta`` only some ranks have.
@@ -483,15 +484,6 @@ class Preconditioner:
         if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
         self.sums.clear()
-
-
-def name_unseen(capture: Capture, registry: Registry) -> None:
-    """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
-    layers, states = registry.layers.values(), registry.states
-    without = [x for x in layers if not states[x.name].has_average]
-    capture.missing = {x for x in without if states[x.name].waits}
-    unseen = [x for x in without if x in capture.missing and states[x.name].unseen]
-    capture.look_around(coverage.unwrapped(registry.model), unseen)
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:

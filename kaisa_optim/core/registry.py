@@ -41,6 +41,7 @@ class Registry:
         self.placements = Placements(options, ranks, sharded=sharded)
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
+        self.late: list[Layer] = []  # active layers that gather in each step that gathers
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.in_parts: set[Tensor] = set()  # parameters that several layers cover in parts

@@ -60,7 +60,7 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
         sizes_of(rule, options),
         rule.work,
         (gather, refresh),
-        options.at_once,
+        options.staggered,
         weights=sum(x.nbytes for x in {*model.parameters(), *model.buffers()}),
         gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
         base=everywhere,
