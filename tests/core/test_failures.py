@@ -571,9 +571,9 @@ DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
         lambda odd: optimizer(net(), weight_decay=0.1 if odd else 0.0),
         "Invalid weight_decay of parameter group 0",
     ),
-    "turns": (  # 1 and True are equal, and yet not alike
-        lambda odd: optimizer(net(), staggered=1 if odd else True),
-        "Invalid staggered: 1 on rank 1, True on rank 0",
+    "slots": (
+        lambda odd: optimizer(net(), staggered=not odd),
+        "Invalid staggered: False on rank 1, True on rank 0",
     ),
     "base": (lambda odd: (KFACAdam if odd else KFACSGD)(net(), lr=0.1), "'Adam' on rank 1, 'SGD'"),
     "meta": (
