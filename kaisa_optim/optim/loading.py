@@ -95,7 +95,7 @@ class Load:
             warnings.warn(
                 "the checkpoint has no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
-                f"the next backward pass on{until}",
+                f"the next step that gathers on{until}",
                 stacklevel=3,
             )
 
