@@ -3,8 +3,7 @@
     python -m benchmarks.operations [--out FILE]
 
 The first step, quiet steps and gathering steps are counted apart, and so are passes and ``step()``.
-A quiet step neither gathers nor refreshes. The defaults leave a GPT none after the early steps, so
-counts with ``staggered=False`` stand beside them. Counts hold on every machine, clocks do not.
+A quiet step neither gathers nor refreshes. Counts hold on every machine, clocks do not.
 Operations are those below autograd; views, allocations and steps of Adam's counters on the CPU are
 left out, and a foreach call counts as one. The networks are small, and have the layers of large
 ones. "bare" is a loop of the same mathematics over the same shapes: the floor.
@@ -338,7 +337,6 @@ def main() -> None:
         results[f"{network}, {base}"] = counted(network, base)
         results[f"{network}, {ours}"] = counted(network, ours)
         results[f"{network}, {ours}"]["mean"]["bare step"] = bare(network, ours)
-        results[f"{network}, {ours}, unstaggered"] = counted(network, ours, staggered=False)
     for title, kinds in results.items():
         for kind in ("first", "quiet", "gathering", "mean"):
             row = kinds.get(kind, {"steps": 0})
