@@ -3,8 +3,7 @@
     python -m benchmarks.operations [--out FILE]
 
 The first step, quiet steps and gathering steps are counted apart, and so are passes and ``step()``.
-A quiet step neither gathers nor refreshes. The defaults leave a GPT none after the early steps, so
-counts with ``staggered=False`` stand beside them. Counts hold on every machine, clocks do not.
+A quiet step neither gathers nor refreshes. Counts hold on every machine, clocks do not.
 Operations are those below autograd; views, allocations and steps of Adam's counters on the CPU are
 left out, and a foreach call counts as one. The networks are small, and have the layers of large
 ones. "bare" is a loop of the same mathematics over the same shapes: the floor.
@@ -118,9 +117,9 @@ class Trainer:
         kfac: Any = getattr(self.optimizer, "preconditioner", None)
         if kfac is None:
             return "quiet"
-        layers = kfac.schedule.gathers(number, kfac.factor_update_steps)
-        layers |= kfac.schedule.refreshes(number, kfac.inv_update_steps)
-        return "gathering" if layers else "quiet"
+        gathers = kfac.schedule.gathers(number, kfac.factor_update_steps) is not None
+        due = kfac.schedule.refreshes(number, kfac.factor_update_steps, kfac.inv_update_steps)
+        return "gathering" if gathers or due else "quiet"
 
 
 def _images(model: nn.Module) -> Tensor:
@@ -159,7 +158,7 @@ class Bare:
         kfac: Any = trainer.optimizer
         self.adam = isinstance(kfac, KFACAdam)
         preconditioner = kfac.preconditioner
-        self.groups = preconditioner.groups
+        self.groups = preconditioner.groups.all
         self.schedule = preconditioner.schedule
         covered = {p for group in self.groups for layer in group.layers for p in layer.parameters}
         self.parameters = list(covered)
@@ -179,9 +178,9 @@ class Bare:
                 root = side.state["root"]
                 if root.dim() == 2:
                     continue
-                if not names.isdisjoint(self.schedule.gathers(number, 10)):
+                if not names.isdisjoint(self.schedule.gathers(number, 10) or ()):
                     self._average(torch.eye(n).expand(group.count, n, n).clone())
-                if not names.isdisjoint(self.schedule.refreshes(number, 20)):
+                if not names.isdisjoint(self.schedule.refreshes(number, 10, 20)):
                     self._root(torch.eye(n, dtype=torch.float64).expand(group.count, n, n))
         gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
         if self.adam:
@@ -339,7 +338,6 @@ def main() -> None:
         results[f"{network}, {base}"] = counted(network, base)
         results[f"{network}, {ours}"] = counted(network, ours)
         results[f"{network}, {ours}"]["mean"]["bare step"] = bare(network, ours)
-        results[f"{network}, {ours}, unstaggered"] = counted(network, ours, staggered=False)
     for title, kinds in results.items():
         for kind in ("first", "quiet", "gathering", "mean"):
             row = kinds.get(kind, {"steps": 0})

@@ -153,7 +153,7 @@ def schemes(
 ) -> dict[str, list[Means]]:
     """What arrives at each rank in a step: ours, ours with bfloat16 on the wire, the papers'."""
     ours = plan(model, strategy, world)
-    schedule = Schedule(ours.layers, world)
+    schedule = Schedule(ours.layers, True)
     return {
         "ours": ours.per_step(schedule, every, refreshed),
         "bf16": replace(ours, sizes=SIZES._replace(wire=2)).per_step(schedule, every, refreshed),
@@ -222,7 +222,7 @@ def pending() -> str:
     rows = []
     for model in MODELS:
         found = plan(model, "layer-wise", 64)
-        schedule = Schedule(found.layers, found.grid.world)
+        schedule = Schedule(found.layers, True)
         slots = [schedule.gathering_slots(n).values() for n in (1, 10, 100)]
         most = [max(map(found.pending, names)) for names in slots]
         rows.append([model, *map(mb, most)])
@@ -246,10 +246,9 @@ def operations(found: Account, names: Collection[str]) -> list[int]:
     return got
 
 
-def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> Waiting:
+def waiting(model: str, strategy: str, world: int, staggered: bool) -> Waiting:
     found = plan(model, strategy, world)
-    together = world if at_once is True else int(at_once)
-    slots = Schedule(found.layers, together).refresh_slots(REFRESHED).values()
+    slots = Schedule(found.layers, staggered).refresh_slots(GATHERED, REFRESHED).values()
     busiest = [max(operations(found, names)) for names in slots]
     fair = sum(operations(found, found.names)) / world
     prices = [found.price(refresh=names) for names in slots]
@@ -258,15 +257,14 @@ def waiting(model: str, strategy: str, world: int, at_once: bool | int) -> Waiti
 
 
 def waits(worlds: Sequence[int]) -> str:
-    at_once: dict[str, bool | int] = {"1": 1, "True": True, "False": False}
     kinds = "in all", "in one step", "MB"
     head = ["model, ranks, assignment"]
-    head += [f"`staggered={name}`: {kind}" for name in at_once for kind in kinds]
+    head += [f"`staggered={name}`: {kind}" for name in (True, False) for kind in kinds]
     rows = []
     for model in MODELS:
         for world in worlds:
             for name in ("layer-wise", "opt"):
-                found = [waiting(model, name, world, n) for n in at_once.values()]
+                found = [waiting(model, name, world, flag) for flag in (True, False)]
                 cells = [(f"{x.whole:.2f}", f"{x.longest:.2f}", mb(x.arriving)) for x in found]
                 rows.append([f"{model}, {world}, {name}", *itertools.chain(*cells)])
     return table(head, rows)
@@ -300,7 +298,7 @@ def fractions(model: str, world: int) -> list[tuple[float, float, float]]:
     workers = 1
     while workers <= world:
         ours = account(MODELS[model](), Hybrid(workers / world), world)
-        steps = ours.per_step(Schedule(ours.layers, world), GATHERED, REFRESHED)
+        steps = ours.per_step(Schedule(ours.layers, True), GATHERED, REFRESHED)
         found.append((workers / world, largest(ours.memory()), mean(steps)))
         workers *= 2
     return found

@@ -187,9 +187,9 @@ def plot_timeline(plt: Any) -> None:
     """Draw how many layers gather and are refreshed in each step of ResNet-50, on 16 ranks."""
     figure, axis = plt.subplots(figsize=(8, 2.4), layout="constrained")
     layers = traffic.plan("ResNet-50", "opt", 16).layers
-    schedule = Schedule(layers, 16)
+    schedule = Schedule(layers, True)
     gathering = schedule.gathering_slots(traffic.GATHERED)
-    refreshed = schedule.refresh_slots(traffic.REFRESHED)
+    refreshed = schedule.refresh_slots(traffic.GATHERED, traffic.REFRESHED)
     steps = range(2 * traffic.REFRESHED)
     for slots, interval, sign, colour in (
         (gathering, traffic.GATHERED, 1, PALE),

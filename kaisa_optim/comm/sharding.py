@@ -46,7 +46,7 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
     return [p for p in sharded if not follows(p)]
 
 
-class Shards(NamedTuple):
+class ShardPlaces(NamedTuple):
     """The places of one parameter's parts; ranks are numbered in K-FAC's group."""
 
     dim: int
@@ -65,7 +65,7 @@ class Shards(NamedTuple):
         return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
 
 
-def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
+def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
     """Return how a parameter is sharded over ``ranks``, which must be its mesh's global ranks."""
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -89,7 +89,7 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> Shards:
         replicas[rank] = tuple(x for i, x in enumerate(at) if i not in split[:1])
         if not split:  # every rank has all of it, itself included
             replicas[rank] = at
-    return Shards(
+    return ShardPlaces(
         dim,
         tuple(extents[rank] for rank in ranks),
         tuple(replicas[rank] for rank in ranks),

@@ -61,7 +61,8 @@ def _home(layer: Layer) -> Tensor:
 
 
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    for name, view in kfac.group_of[layer].views(layer):
+    group = kfac.groups.of.get(layer)  # a frozen layer has none
+    for name, view in () if group is None else group.views(layer):
         yield f"{PREFIX}{layer.tag}{name}", view
 
 
@@ -162,7 +163,7 @@ def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, Gath
 
 def _specs(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, str, Specs]]:
     """Yield a layer's tensors: their prefix, and the factor whose owner has them."""
-    sizes, blocks = kfac.sizes, layer.blocks
+    sizes, blocks = kfac.groups.sizes, layer.blocks
     average, stored = kfac.options.factor_dtype, kfac.rule.dtype
     g, a = stack_key(layer, "g"), stack_key(layer, "a")
     for side, key in (("a", a), ("g", g)):
@@ -206,7 +207,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
     They are of preconditioned gradients, and K-FAC's now of raw ones, or the other way round; or
     one number a block took the place of second moments that the base reads.
     """
-    lacks_second = SQUARE_SUM not in kfac.sizes.of_gradient and any(
+    lacks_second = SQUARE_SUM not in kfac.groups.sizes.of_gradient and any(
         key.endswith(SQUARE_SUM.name) for entry in entries.values() for key in entry
     )
 
@@ -341,7 +342,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     kfac.discard()
     for layer in kfac.registry.layers.values():
         layer.cover(_covers_after(layer, entries))
-        kfac.reset(layer)
+        kfac.registry.states[layer.name].reset()
     kfac.allocate()
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
     anew = []

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from ..comm.ranks import Ranks
-from ..curvature.group import Group, Key, Side, by_device, device_of, stack_key
+from ..curvature.group import Key, Side, by_device, device_of, stack_key
+from ..curvature.refresh import Refresher
 from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
-from ..plan.moves import Sizes, state_rounds, sum_buckets
+from ..plan.moves import state_rounds, sum_buckets
 from ..plan.routes import Bucket
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
+from .plan import Groups
 from .registry import Registry
 
 
@@ -34,11 +36,10 @@ class _PackedState(NamedTuple):
 class Exchange:
     """Brings sums to owners and state to gradient workers."""
 
-    def __init__(self, ranks: Ranks, registry: Registry, rule: Rule, sizes: Sizes) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, registry: Registry, rule: Rule, groups: Groups) -> None:
+        self._ranks, self._groups = ranks, groups
         self._registry, self._placements = registry, registry.placements
-        self._rule, self._sizes = rule, sizes
-        self.group_of: Mapping[Layer, Group] = {}
+        self._rule, self.refresher = rule, Refresher(rule)
 
     # ---- sums ----
 
@@ -79,7 +80,7 @@ class Exchange:
         self, layers: Sequence[Layer], damping_of: Callable[[Layer], float]
     ) -> dict[Key, Tensor]:
         """Return the damping of each factor's diagonal, on all ranks."""
-        means = self._rule.means(self.group_of, layers)
+        means = self._rule.means(self._groups.of, layers)
         if self._placements.splits_owners:  # each owner needs the other owner's mean
             means = [self._ranks.reduce_on_device(both, "second_order") for both in means]
         return self._rule.shifts(layers, damping_of, means)
@@ -92,14 +93,14 @@ class Exchange:
             if self._ranks.grid.workers > 1:
                 for same in by_device(layers):
                     self._broadcast_state(same)
-            self._rule.renew(self.group_of, layers, damping_of)
+            self._rule.renew(self._groups.of, layers, damping_of)
 
     def _broadcast_state(self, same: list[Layer]) -> None:
         """Broadcast the state of layers on one device along their columns."""
         ranks, rule, layers = self._ranks, self._rule, self._registry.layers
         facts = self._placements.facts
         renewed = [factor for layer in same for factor in facts[layer].factors]
-        rounds = state_rounds(renewed, self._sizes, ranks.grid, ranks.bucket_bytes)
+        rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
         contents = [
             item.content
             for bucket in itertools.chain(*rounds)
@@ -109,7 +110,7 @@ class Exchange:
 
         # Generators, so that a packed triangle lives only until it has arrived.
         def packed(factor: FactorFacts) -> _PackedState:
-            group = self.group_of[layers[factor.layer.name]]
+            group = self._groups.of[layers[factor.layer.name]]
             side = group.a if factor.side == "a" else group.g
             slots = group.slots[layers[factor.layer.name]]
             return _PackedState(side, slots, rule.outgoing(side, slots))

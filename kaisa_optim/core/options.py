@@ -123,16 +123,6 @@ def _loss_terms(name: str, value: Any) -> str | float:
     return _real(_above_zero, must)(name, value)
 
 
-def _staggered(name: str, value: Any) -> bool | int:
-    if isinstance(value, bool):
-        return value
-    must = (
-        "how many layers are refreshed at once, 1 or more, True for as many as there are ranks, "
-        "False for all, or None for the default"
-    )
-    return _whole(1, must)(name, value)
-
-
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
     patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
@@ -269,11 +259,10 @@ _REFRESHES = (
            "optimizer", schedulable=True,
            follows=lambda options: _OFTEN if options.compute_method == "polar" else _SELDOM,
            guide="tuning.md#where-to-start"),
-    Option("staggered", None, "bool | int | None", _staggered,
-           "True spreads the layers over both intervals, layers of one shape together, and "
-           "refreshes as many at once as there are ranks, or a multiple: updates then depend on "
-           "the number of ranks; a number: that many at once, for any number of ranks; False: "
-           'all at once. None: True, unless normalization is "kaisa".',
+    Option("staggered", None, "bool | None", functools.partial(check_flag, none=True),
+           "True: layers gather in two steps of their interval, whole shapes divided by their "
+           "cost, and in more only where sums are large; refreshes follow in the same steps. "
+           'False: all layers in one step. None: True, unless normalization is "kaisa".',
            follows=lambda options: not options.kaisa_scaling),
     Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
            '"polar": K-FAC\'s direction, as long as the base\'s own step lowers the loss; "eigen" '
@@ -489,10 +478,6 @@ class Options:
     def strategy(self) -> WorkAssignment:
         """The assignment that both arguments name."""
         return choose(self.assignment, self.grad_worker_fraction)
-
-    def at_once(self, world: int) -> int:
-        """Return the number of layers that are refreshed at once; 0 stands for all."""
-        return world if self.staggered is True else int(self.staggered or 0)
 
     @property
     def kaisa_scaling(self) -> bool:

@@ -33,7 +33,7 @@ class Placements:
             self.strategy = assignment.LayerWise()
         self.of: dict[str, Placement] = {}
         self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
-        self.sharded: dict[Layer, tuple[sharding.Shards | None, ...]] = {}  # weight's, bias's
+        self.sharded: dict[Layer, tuple[sharding.ShardPlaces | None, ...]] = {}  # weight's, bias's
         self.splits_owners = False  # whether A and G of some layer have two owners
 
     def owner(self, layer: Layer, side: str) -> int:
@@ -41,7 +41,7 @@ class Placements:
         placement = self.of[layer.name]
         return placement.a if side == "a" else placement.g
 
-    def shards(self, layer: Layer) -> list[sharding.Shards]:
+    def shards(self, layer: Layer) -> list[sharding.ShardPlaces]:
         """Return the shards of a layer's covered parameters."""
         both = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in both if covered and shards is not None]
@@ -83,7 +83,7 @@ class Placements:
             a, g = stack_key(layer, "a"), stack_key(layer, "g")
             task = Task(layer.name, a.size, g.size, a.diagonal, g.diagonal, layer.blocks)
             sizes = [p.dtype.itemsize for p in layer.parameters]
-            shards: tuple[tuple[sharding.Shards, int], ...] = ()
+            shards: tuple[tuple[sharding.ShardPlaces, int], ...] = ()
             if layer in self.sharded:
                 shards = tuple(zip(self.shards(layer), sizes, strict=True))
             self.facts[layer] = LayerFacts(

@@ -40,6 +40,7 @@ class Registry:
         self.placements = Placements(options, ranks, sharded=sharded)
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
+        self.late: list[Layer] = []  # active layers that gather in each step that gathers
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers

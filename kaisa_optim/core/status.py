@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .options import Options
 from .registry import Registry
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
-_PATIENCE = 20  # steps with a gradient, but without a pass, before a layer is named
+_PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
 
 class Status:
@@ -46,6 +46,8 @@ class Status:
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._idle = 0  # steps before any gradient; -1 once there was one
         self._silent = 0  # gathering steps since a layer saw a backward pass
+        # Since the last exchange: the layers with a gradient, and the step from which they had one.
+        self.graded: list[tuple[int, list[str]]] = []
         # The first error since the last exchange, and what it came from.
         self._failure: tuple[Exception, str] | None = None
         self.named: set[Layer] = set()  # layers that a message named as without statistics
@@ -130,14 +132,15 @@ class Status:
     def check(
         self,
         agreed: AgreedStep,
-        report: StepReport,
         common: dict[str, Any],
         capture: Capture,
         sums: FactorSums,
     ) -> None:
         """Raise if values differ among the ranks, or if a gradient is missing on some."""
         codes, self._codes = self._codes, {}
+        graded, self.graded = self.graded, []
         if not agreement.alike(self._ranks.world, agreed.total.checksum, agreed.squares):
+            self._raise_missing(graded, common["steps"])
             agreement.raise_unlike(
                 self._ranks, codes, "average gradients over all ranks before every step()"
             )
@@ -146,18 +149,6 @@ class Status:
             draws, capture.draws = capture.draws, 0
             own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, own)
-        names, counts = list(agreed.gradients), agreed.gradients.values()
-        partly = [i for i, n in enumerate(counts) if 0 < n < self._ranks.world]
-        if partly:
-            flags = [report.gradients[i] for i in partly]
-            all_flags = self._ranks.gather_objects(flags, "looking for missing gradients")
-            without = [rank for rank, theirs in enumerate(all_flags) if not theirs[0]]
-            raise RuntimeError(
-                f"layer {names[partly[0]]!r} has no gradient on ranks {without}, but has one "
-                "on other ranks, so weights would drift apart; average gradients over all ranks "
-                "before step(), a missing one as zero, or use DistributedDataParallel with "
-                "find_unused_parameters=True"
-            )
         # Count steps before any gradient; users may take one to make the state.
         self._idle = -1 if agreed.total.has_gradients or self._idle < 0 else self._idle + 1
         if self._idle == _IDLE:
@@ -170,6 +161,40 @@ class Status:
         reports.name_elsewhere(self._ranks, self._registry.states, agreed, capture.witness)
         if not self.proven:
             self._compare_weights()
+
+    def note_gradients(self, number: int) -> None:
+        """Note the layers with a gradient in this step, which ranks compare in the next exchange.
+
+        Steps that gather nothing must not ask: without the notes, weights would part unseen.
+        """
+        if self._ranks.world > 1:
+            layers = self._registry.layers
+            graded = [*itertools.compress(layers, with_gradient(layers.values()))]
+            if not self.graded or self.graded[-1][1] != graded:
+                self.graded.append((number, graded))
+
+    def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
+        """Raise an error that names the first layer whose gradient was missing on some ranks."""
+        of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
+        steps = {step for notes in of_ranks for step, _ in notes}
+        first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
+        for step in sorted(step for step in steps if step >= first):
+            present = []
+            for notes in of_ranks:
+                present.append([names for since, names in notes if since <= step][-1])
+            for name in self._registry.layers:
+                without = [rank for rank, names in enumerate(present) if name not in names]
+                if not 0 < len(without) < self._ranks.world:
+                    continue
+                drift = "would drift apart"
+                if step < number:
+                    drift = f"may have drifted apart since step {step}: load an older checkpoint"
+                raise RuntimeError(
+                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
+                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
+                    "a missing one as zero, or use DistributedDataParallel with "
+                    "find_unused_parameters=True"
+                )
 
     def note_answers(self, agreed: AgreedStep) -> list[str]:
         """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
@@ -218,23 +243,20 @@ class Status:
             "loss is finite",
         )
 
-    def is_silent(self, agreed: AgreedStep, capture: Capture, gathering_steps: int) -> bool:
+    def is_silent(self, agreed: AgreedStep, slots: int) -> bool:
         """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
-        later in so many steps that every layer was due.
+        later in so many gathering steps in a row that every layer was due.
         """
-        states = self._registry.states
-        waiting = {x for x in capture.wanted if not states[x.name].missed}
         if agreed.total.captured or agreed.total.unread:
             self._silent = 0
-        elif waiting and agreed.total.has_gradients:
+        elif agreed.total.has_gradients:
             # Once layers have statistics, it is fine if a step passes by the layers that are due.
             self._silent += 1
-            none_yet = not any(state.has_average for state in states.values())
-            return none_yet or self._silent >= gathering_steps
+            return not self._registry.with_average or self._silent >= max(4, 2 * slots)
         return False
 
     def note_missed(self, agreed: AgreedStep, capture: Capture) -> None:
-        """Let layers without a pass in their slot gather next: else they might never gather."""
+        """Let layers without a pass in their slot gather late: else they might never gather."""
         states = self._registry.states
         for name in agreed.rows:
             states[name].missed = states[name].missed_with_gradient = 0
@@ -357,3 +379,11 @@ class Status:
             if failures:
                 state.failures = round(failures / world)
         return absent, uneven, in_part, lacking > 0
+
+
+def with_gradient(layers: Iterable[Layer]) -> list[bool]:
+    """Return which layers have a gradient: of the weight, of the bias, or of both."""
+    return [
+        bool(own := layer.parameters) and (own[0].grad is not None or own[-1].grad is not None)
+        for layer in layers
+    ]

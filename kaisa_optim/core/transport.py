@@ -193,7 +193,8 @@ class Shards:
 
     def _stack_whole(self, group: Group, whole: dict[Tensor, tuple[ParameterStack, int]]) -> None:
         """Make room for the whole parameters of a group that this rank owns."""
-        parameters = [p for x in group.layers for p in x.parameters if p in self._rows]
+        layers = group.layers
+        parameters: list[Tensor] = [p for x in layers for p in x.parameters if p in self._rows]
         for (shape, dtype), same in grouped(parameters, lambda p: (p.shape, p.dtype)).items():
             like = torch.empty(shape, dtype=dtype, device=group.device)
             stack = ParameterStack(same, like, -1, mine=True)
@@ -250,18 +251,15 @@ class Shards:
             both = zip(layer.parameters, parts, strict=True)
             pairs = [(p, shards) for p, shards in both if p in self._rows]
             senders = [r for r in world if any(x.sends(r, owner) for _, x in pairs)]
-            for p, shards in pairs:
-                if shards.sends(me, owner):
-                    outgoing[owner].append(self._rows[p][0].ahead[0])
-                for rank in world if owner == me else ():
-                    if shards.sends(rank, me):
-                        stack, row = chunk.whole[p]
-                        incoming[rank].append(shards.part(stack.ahead[row], rank))
-            if not self._measures:
-                continue
-            if me in senders:
+            own = [self._rows[p][0].ahead[0] for p, shards in pairs if shards.sends(me, owner)]
+            outgoing[owner] += own
+            for p, shards in pairs if owner == me else ():
+                stack, row = chunk.whole[p]
+                for rank in [rank for rank in world if shards.sends(rank, me)]:
+                    incoming[rank].append(shards.part(stack.ahead[row], rank))
+            if self._measures and me in senders:
                 outgoing[owner].append(self._sums[layer])
-            if owner == me:
+            if self._measures and owner == me:
                 sums[layer] = self._sums[layer].new_empty(len(senders), layer.blocks, SHARD_SUMS)
                 for rank, row in zip(senders, sums[layer], strict=True):
                     incoming[rank].append(row)
@@ -269,11 +267,9 @@ class Shards:
         if sums and chunk.share is not None:
             each = torch.cat([sums[x].sum(0) for x in chunk.share.layers])
             chunk.share.measured, former, chunk.share.squares = each.unbind(1)
-            for group, part in zip(
-                chunk.share.groups, former.split(chunk.share.sizes), strict=True
-            ):
-                if "square_sum" in group.tensors:
-                    group.tensors["square_sum"].add_(part)
+            former_parts = zip(chunk.share.groups, former.split(chunk.share.sizes), strict=True)
+            for group, part in [x for x in former_parts if "square_sum" in x[0].tensors]:
+                group.tensors["square_sum"].add_(part)
 
     def _scatter(self, chunk: Chunk) -> None:
         """Fill this rank's shards of the new gradients, and the layers' terms."""
@@ -324,7 +320,7 @@ class Shards:
                         self._rows[p][0].buffer[0].mul_(scale)
 
     def _spread(
-        self, layer: Layer, parts: list[sharding.Shards], values: Tensor
+        self, layer: Layer, parts: list[sharding.ShardPlaces], values: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a layer's parameters, each with the blocks' values of this rank's part."""
         if layer.blocks == 1:

@@ -92,7 +92,7 @@ class View:
         kfac = self._kfac
         placements, ranks = kfac.registry.placements, kfac.ranks
         facts = [*placements.facts.values()]
-        return Account(facts, ranks.grid, kfac.sizes, ranks.bucket_bytes)
+        return Account(facts, ranks.grid, kfac.groups.sizes, ranks.bucket_bytes)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class View:
         A is of inputs and G of output gradients, in whichever order the weight is stored.
         Both tensors are the state itself: ask for them again after a step, and do not change them.
         """
-        registry, group_of = self._kfac.registry, self._kfac.group_of
+        registry, group_of = self._kfac.registry, self._kfac.groups.of
         layer = registry.layers.get(name)
         if layer is None:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
@@ -134,8 +134,8 @@ class View:
         not count.
         """
         usage = Counter[str]()
-        kinds = {spec.name: spec.kind for spec in self._kfac.sizes.specs}
-        for group in self._kfac.groups:
+        kinds = {spec.name: spec.kind for spec in self._kfac.groups.sizes.specs}
+        for group in self._kfac.groups.all:
             for name, tensor in group.all_tensors():
                 usage[kinds[name]] += tensor.nbytes
         return {**usage, "total": usage.total(), "pending": self._kfac.sums.bytes()}
@@ -183,13 +183,13 @@ class View:
         }
         ages = [kfac.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
         numbers |= _extremes("age", ages)
-        clip, damping_of = kfac.clip, kfac.damping_of
+        clip, damping_of = kfac.groups.plan.nu, kfac.damping_of
         if wait and clip is not None:
             numbers["clip"] = clip.item()
-        if wait and rule.quality and damping_of is not None:
-            name, measured = kfac.sizes.of_factor[0].name, []
-            for group in kfac.groups:
-                for side, layer in [(side, x) for side in group.sides for x in side.owned]:
+        if wait and rule.quality:
+            name, measured = kfac.groups.sizes.of_factor[0].name, []
+            for group in kfac.groups.all:
+                for side, layer in [(own, x) for own in group.sides for x in own.owned]:
                     if registry.states[layer.name].has_state:
                         average = side.averages["average"][side.owned[layer]]
                         state = side.state[name][group.slots[layer]]

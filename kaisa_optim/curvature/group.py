@@ -38,7 +38,7 @@ class StackKey(NamedTuple):
         return (count, self.size) if self.diagonal else (count, self.size, self.size)
 
 
-class View(NamedTuple):
+class Region(NamedTuple):
     """A view of a stack, as ``as_strided`` takes it."""
 
     size: tuple[int, ...]
@@ -48,9 +48,9 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
 
-    def of_each(self, count: int, apart: int, start: int) -> View:
+    def of_each(self, count: int, apart: int, start: int) -> Region:
         """Return the view of ``count`` tensors that lie ``apart``, from ``start`` on."""
-        return View((count, *self.size), (apart, *self.stride), self.offset + start)
+        return Region((count, *self.size), (apart, *self.stride), self.offset + start)
 
 
 # ---- parameters of one shape ----
@@ -113,7 +113,7 @@ class ParameterStack:
         return self.stacked(self.parameters)
 
     def adopt(self, key: str, entries: Sequence[dict[str, Any]]) -> None:
-        """Take over the entries' momenta, and give the entries rows; an absent one begins at zero."""
+        """Take over the entries' momenta, and give them rows; an absent one begins at zero."""
         former = [entry.get(key) for entry in entries]
         if self.momentum is None:
             self.momentum = self.empty().zero_()
@@ -134,7 +134,7 @@ class ParameterStack:
 
 
 class Side:
-    """The factors of one side of a group's layers, ``[blocks, n, n]``, diagonal ones ``[blocks, n]``."""
+    """The factors of one side of a group's layers: ``[k, n, n]``, or ``[k, n]`` if diagonal."""
 
     def __init__(self, name: str, key: StackKey) -> None:
         self.name, self.key = name, key  # name: "a" or "g"
@@ -162,7 +162,7 @@ class Group:
         self.dtype, self.device = self.g.key.dtype, self.g.key.device
         self.tensors: dict[str, Tensor] = {}  # numbers or matrices of each block
         # Kinds of parameters: a stack, its view, and the view of [k, g, a].
-        self.places: list[tuple[ParameterStack, View, View]] = []
+        self.places: list[tuple[ParameterStack, Region, Region]] = []
         self._is_full = False  # whether the places are all of [k, g, a]
 
     @property
@@ -277,8 +277,8 @@ class Group:
             here.of(stack.buffer).copy_(there.of(matrices))
 
 
-def _view(tensor: Tensor) -> View:
-    return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+def _view(tensor: Tensor) -> Region:
+    return Region(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _evenly(pairs: Sequence[tuple[int, int]]) -> tuple[int, tuple[int, int]]:

@@ -51,7 +51,7 @@ SHARD_SUMS = 3  # of each block of a sharded layer: what is measured, former mom
 
 
 class BaseNumbers(NamedTuple):
-    """The numbers of the base in one step; the last of a list is of a parameter that is not ours."""
+    """The base's numbers in one step; the last of each list is of a parameter without a place."""
 
     rates: list[Any]  # learning rates of the optimizer's groups
     settings: list[Any]  # of the plan's parameters, for their lengths
@@ -127,7 +127,9 @@ class Share:
             return total
         matrices = [group.collect(name) for group in self.groups]
         sums = torch.cat([(x.square_() if squares else x).sum((1, 2)) for x in matrices])
-        return torch.where(self._is_whole, total, sums) if squares and self._plain else sums
+        if not squares or self._is_whole is None:
+            return sums
+        return torch.where(self._is_whole, total, sums)
 
     def of_groups(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the groups' values for the layers' weights and for their biases."""
@@ -166,7 +168,7 @@ class Share:
             return None
         return per_block(self.layers, of_layer.__getitem__, self.like) > 0
 
-    def scale(self, stacks: Sequence[Tensor], scales: Tensor) -> None:
+    def scale(self, stacks: list[Tensor], scales: Tensor) -> None:
         """Multiply each block by its number, in place."""
         scales = scales.to(self.like.device, self.like.dtype)
         torch._foreach_mul_(stacks, list(scales[:, None, None].split(self.sizes)))

@@ -19,7 +19,7 @@ from ..comm.sharding import is_sharded, local, parts_here, sharded_like
 from ..core import checkpoint
 from ..core.hyperparameters import rate_of
 from ..core.options import Group
-from ..core.plan import Plan
+from ..core.plan import CompiledPlan
 from ..curvature.group import ParameterStack
 from ..curvature.lengths import (
     AdamLength,
@@ -61,7 +61,7 @@ class BaseStep:
 
     # ---- entries ----
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: CompiledPlan) -> None:
         """Take over the entries of the plan's parameters: momenta, counts, second moments.
 
         The entries get views of the plan's tensors; momenta are kept where ``mine`` says so alone.
@@ -97,18 +97,22 @@ class BaseStep:
             stack.fresh = [0]
         stack.momentum, stack.momenta = local(entry[key])[None], [entry[key]]
 
-    def held(self, plan: Plan) -> tuple[list[int], list[Any]]:
-        """Return which entries there are, and which tensors are in the plan's: users replace some."""
-        entries = [*map(id, self.optimizer.state.values())]
+    def held(self, plan: CompiledPlan) -> tuple[list[int], list[Any]]:
+        """Return which entries there are, and the tensors in the plan's: users may replace some."""
+        state = [
+            x.get(checkpoint.STEP) if isinstance(x, dict) else x
+            for x in self.optimizer.state.values()
+        ]
+        entries = [*map(id, self.optimizer.state.values()), *map(id, state)]
         return entries, [id(x.get(key)) for key in (self.momentum, "step") for x in plan.entries]
 
-    def part_from(self, plan: Plan) -> None:
+    def part_from(self, plan: CompiledPlan) -> None:
         """Note the parameters that K-FAC stepped before, and the base is to step."""
         stepped = self.optimizer._stepped
         plan.leaving = [p for p in stepped if p not in plan.index]
         stepped.update(plan.parameters)
 
-    def let_go(self, plan: Plan) -> None:
+    def let_go(self, plan: CompiledPlan) -> None:
         """Empty the entries of parameters that leave, before the base steps them."""
         for p in plan.leaving:
             if p.grad is not None and p in self.optimizer._stepped:
@@ -146,12 +150,12 @@ class BaseStep:
         """
         entry.clear()
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: CompiledPlan) -> None:
         """Let the parameters have entries without a step, so that a checkpoint can be loaded."""
 
     # ---- a step ----
 
-    def follow(self, plan: Plan) -> BaseNumbers:
+    def follow(self, plan: CompiledPlan) -> BaseNumbers:
         """Take gradients into the momenta; leave what directions are made of in the stacks.
 
         A parameter without a gradient keeps its momentum, and makes no direction.
@@ -175,6 +179,7 @@ class BaseStep:
             if stack.ahead is stack.momentum:
                 stack.ahead = stack.momentum.clone()
             stack.ahead[rows] = 0
+            assert stack.momentum is not None
             stack.momentum[rows] = momenta
         return BaseNumbers(self._rates(), settings, None if present is None else [*present, False])
 
@@ -183,7 +188,7 @@ class BaseStep:
         host = [isinstance(x, Tensor) and x.device.type == "cpu" for x in rates]
         return [float(x) if on_host else x for x, on_host in zip(rates, host, strict=True)] + [0.0]
 
-    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
         """Count a step of the parameters; return what the length has to know of each."""
         return []
 
@@ -191,7 +196,7 @@ class BaseStep:
         """Move the momenta; leave the tensors along which the base would step in the stacks."""
         raise NotImplementedError
 
-    def descend(self, plan: Plan, present: list[bool] | None) -> None:
+    def descend(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         """Step along the directions in the plan's buffers, and let the base step the others."""
         rows = plan.rows()
         for number, places in plan.kinds:
@@ -203,7 +208,7 @@ class BaseStep:
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         descend(parts_here(params), directions, group["lr"], group.get("weight_decay", 0.0))
 
-    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         """Let the base step the parameters that are not the plan's."""
         if not any(plan.rest):
             return
@@ -220,19 +225,19 @@ class BaseStep:
 class RawStep(BaseStep):
     """Any base under the papers' rules: it steps all parameters by preconditioned gradients."""
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: CompiledPlan) -> None:
         """Leave the entries to the base."""
 
-    def part_from(self, plan: Plan) -> None:
+    def part_from(self, plan: CompiledPlan) -> None:
         """Do nothing: the base has stepped all parameters so far."""
 
-    def follow(self, plan: Plan) -> BaseNumbers:
+    def follow(self, plan: CompiledPlan) -> BaseNumbers:
         present = plan.collect()
         for stack in plan.stacks:
             stack.ahead = stack.buffer
         return BaseNumbers(self._rates(), [], present)
 
-    def descend(self, plan: Plan, present: list[bool] | None) -> None:
+    def descend(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         new: list[Any] = plan.rows()
         both = enumerate(zip(plan.parameters, new, strict=True))
         pairs: Pairs = [
@@ -243,10 +248,10 @@ class RawStep(BaseStep):
         with gradients_of(pairs):
             self.optimizer.base_step()
 
-    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: CompiledPlan) -> None:
         """Let the base make its entries by gradients of zero."""
         present = plan.collect()
         for stack in plan.stacks:
@@ -263,7 +268,7 @@ class AdamStep(BaseStep):
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
         assert plan.counts is not None
         plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
         pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
@@ -306,7 +311,7 @@ class LAMBStep(AdamStep):
     def limited(self) -> Pairs:
         return clipped_gradients(self.groups)
 
-    def settings(self, plan: Plan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
         of_group = [_adam_settings(group, group.get("step", 0) + 1) for group in self.groups]
         settings = [of_group[number] for number in plan.numbers]
         if present is not None:
@@ -314,7 +319,7 @@ class LAMBStep(AdamStep):
             settings = [x if has_gradient else self.idle for x, has_gradient in both]
         return [*settings, self.idle]
 
-    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
         counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(self.groups)]
         limits = [group["max_grad_norm"] for group in self.groups]
@@ -395,7 +400,7 @@ class AnyStep(BaseStep):
     length = FallLength
     momentum = MOMENTUM
 
-    def adopt(self, plan: Plan) -> None:
+    def adopt(self, plan: CompiledPlan) -> None:
         plan.entries = [self.optimizer.state[p] for p in plan.parameters]
         for stack in plan.stacks:
             entries = plan.entries[stack.at]
@@ -411,7 +416,7 @@ class AnyStep(BaseStep):
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
 
-    def follow(self, plan: Plan) -> BaseNumbers:
+    def follow(self, plan: CompiledPlan) -> BaseNumbers:
         present = plan.collect()
         steps = self._steps(plan)
         gradients = [stack.buffer for stack in plan.stacks]
@@ -422,7 +427,7 @@ class AnyStep(BaseStep):
             graded = [True] * len(entries) if present is None else present[stack.at]
             both = zip(entries, graded, strict=True)
             moments = parts_here(
-                [entry["exp_avg"] if g and "exp_avg" in entry else None for entry, g in both]
+                [entry.get("exp_avg") if g else None for entry, g in both]  # type: ignore[misc]
             )
             if all(x is not None for x, g in zip(moments, graded, strict=True) if g):
                 stack.ahead = stack.stacked(moments)
@@ -444,7 +449,7 @@ class AnyStep(BaseStep):
             stack.buffer = gradient
         return BaseNumbers(self._rates(), [], None if present is None else [*present, False])
 
-    def _steps(self, plan: Plan) -> list[Tensor]:
+    def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.
 
         Return how far the base moved these down, in stacks. It is called once a step, since some
@@ -460,10 +465,10 @@ class AnyStep(BaseStep):
             torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
         return [before - after for before, after in zip(former, moved, strict=True)]
 
-    def rest(self, plan: Plan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
-    def open(self, plan: Plan) -> None:
+    def open(self, plan: CompiledPlan) -> None:
         """Let the base make its entries, in a step that is taken back."""
         self._steps(plan)
         plan.entries = [self.optimizer.state[p] for p in plan.parameters]
@@ -485,7 +490,7 @@ class AnyStep(BaseStep):
 
 
 @contextmanager
-def _without_decay_of(plan: Plan, groups: list[Group]) -> Iterator[None]:
+def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]:
     """Let the base decay all parameters but the plan's.
 
     While the base steps, the plan's parameters may stand in groups of their own at the end.

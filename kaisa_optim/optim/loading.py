@@ -66,7 +66,7 @@ class Load:
         missing, kfac, base = self.anew, self._kfac, optimizer.base_part
         # Layers that have a state here, or had one, but no momentum
         anew = dict.fromkeys(x.name for x in checkpoint.foreign_moments(kfac, self.entries))
-        _, with_momenta = kfac.stepped()
+        _, with_momenta = kfac.groups.stepped()
         group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
         for layer in kfac.registry.with_state:
             weight = layer.parameters[0]
@@ -95,7 +95,7 @@ class Load:
             warnings.warn(
                 "the checkpoint has no K-FAC factors of this kind for "
                 f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
-                f"the next backward pass on{until}",
+                f"the next step that gathers on{until}",
                 stacklevel=3,
             )
 
@@ -105,7 +105,7 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     kfac = optimizer.preconditioner
     if kfac.ranks.world == 1 or _saves_all_shares():
         return
-    states, group_of = kfac.registry.states, kfac.group_of
+    states, group_of = kfac.registry.states, kfac.groups.of
     averages = [
         f"{side.name.upper()} of {layer.name!r}"
         for layer in kfac.registry.active
@@ -212,7 +212,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         p: dict(state["state"].get(i, {})) for i, p in enumerate(parameters)
     }
     seconds: dict[Tensor, Tensor] = {}
-    replaces = SQUARE_SUM in kfac.sizes.of_gradient
+    replaces = SQUARE_SUM in kfac.groups.sizes.of_gradient
     for layer in registry.with_state if replaces else ():
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:

@@ -110,9 +110,10 @@ class KFACMixin(Optimizer):
             base = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
             with gradients_of(base.limited()):
                 kfac.step(self.param_groups, base)
-        if kfac.work.exchanges or kfac.compilations != self._published:
+        if kfac.work.exchanges or kfac.groups.compilations != self._published:
             checkpoint.publish(kfac, self.state)
-            self._published = kfac.compilations
+            self._published = kfac.groups.compilations
+        kfac.groups.held = base.held(kfac.groups.plan)
         self._consolidated = None
         self._notices.look(self.preconditioner)
         return loss
@@ -267,7 +268,7 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        placements, (ready, mine) = kfac.registry.placements, kfac.stepped()
+        placements, (ready, mine) = kfac.registry.placements, kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
@@ -321,7 +322,7 @@ class KFACMixin(Optimizer):
         if uneven is None:
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
-            ready, _ = self.preconditioner.stepped()
+            ready, _ = self.preconditioner.groups.stepped()
             self._stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
@@ -369,7 +370,7 @@ class KFACMixin(Optimizer):
         self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
-            ready, _ = self.preconditioner.stepped()
+            ready, _ = self.preconditioner.groups.stepped()
             self._stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.

@@ -142,20 +142,18 @@ class Account:
     def price(
         self,
         *,
-        average: Collection[str] = (),
+        average: Collection[str] | None = None,
         refresh: Collection[str] = (),
         answered: Collection[str] = (),
     ) -> list[Usage]:
         """Return the bytes that arrive at each rank in a step, by kind.
 
-        All layers have a state and are in use. Sums of those to ``average`` travel, and new state
-        of those to ``refresh``; owners tell of earlier refreshes of those ``answered``.
+        All layers have a state and are in use. Sums of those to ``average`` travel (None: the step
+        gathers nothing, and ranks exchange no numbers), and new state of those to ``refresh``;
+        owners tell of earlier refreshes of those ``answered``.
         """
-        status = 0
-        # As long as some layer has no statistics, every step might bring them.
-        if average or len(self.active) < len(self.layers):
-            status += self._exchange(answered)
-        kinds = self._sums(average), self._state(refresh), self._gradients
+        status = 0 if average is None else self._exchange(answered)
+        kinds = self._sums(average or ()), self._state(refresh), self._gradients
         return _by_rank(dict(zip(MOVED, (*kinds, [status] * self.grid.world), strict=True)))
 
     def per_step(
@@ -173,13 +171,11 @@ class Account:
     ) -> PerSlot:
         """Return the bytes that arrive at each rank in the slots of both intervals."""
         gathering = schedule.gathering_slots(factor_update_steps)
-        refresh = schedule.refresh_slots(inv_update_steps)
+        refresh = schedule.refresh_slots(factor_update_steps, inv_update_steps)
         plain, exchanging = self._exchange(()), len(gathering) / factor_update_steps
-        if len(self.active) < len(self.layers):  # every step might bring first statistics
-            exchanging = 1.0
         # A refresh is told once, and an exchange tells of each layer once.
         answers = (self._exchange(self.names) - plain) * min(1 / inv_update_steps, exchanging)
-        status = exchanging * plain + answers * bool(refresh)
+        status = exchanging * plain + answers
         return PerSlot(
             self._gradients,
             {n: self._sums(names) for n, names in gathering.items()},

@@ -3,108 +3,87 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 
 from .facts import LayerFacts
 from .routes import grouped
 
-Slots = dict[int, frozenset[str]]  # the layers of each slot of an interval that has any
-Turns = list[list[int]]
-
-
-def even_slots(costs: Sequence[int], slots: int) -> list[int]:
-    """Return the slot of each turn, in their order.
-
-    The costs of a slot add up to a fair share and at most one turn more.
-    """
-    *starts, total = itertools.accumulate(costs, initial=0)
-    return [slots * start // max(1, total) for start in starts]
-
-
-def turns(layers: Sequence[LayerFacts], costs: Sequence[int], at_once: int, slots: int) -> Turns:
-    """Return the layers that take their turn together, by their places in ``layers``.
-
-    They have one shape, so that they make few operations. A shape that costs more than a slot's
-    fair share has several turns. With as many layers in a turn as there are ranks, each rank has
-    about one to decompose: turns have ``at_once`` layers, or a multiple. What a shape has beyond
-    that shares a turn with the next cheaper shape. Owners play no part: all assignments must give
-    the same updates.
-    """
-    costliest_first = sorted(range(len(layers)), key=lambda place: -costs[place])
-    shapes = grouped(costliest_first, lambda place: layers[place].shape)
-    fair = max(1.0, sum(costs) / slots)
-    found: Turns = []
-    begun: list[int] = []
-    for places in shapes.values():
-        missing = at_once - len(begun) if begun else 0
-        begun, places = begun + places[:missing], places[missing:]
-        if len(begun) == at_once:
-            found.append(begun)
-            begun = []
-        whole = len(places) // at_once
-        parts = min(whole, max(1, round(sum(costs[i] for i in places) / fair)))
-        ends = [at_once * -(-whole * i // parts) for i in range(parts + 1)] if parts else [0]
-        found += [places[start:end] for start, end in itertools.pairwise(ends)]
-        begun = begun + places[ends[-1] :]
-    return [*found, begun] if begun else found
+# The active layers of each slot by its place in an interval; a slot of frozen layers is empty.
+Slots = dict[int, frozenset[str]]
+_MOST = 4  # sums that one step gathers, as a multiple of the weights; more slots hold larger sums
 
 
 class Schedule:
     """The slots of a model's layers in both intervals, alike on all ranks.
 
-    ``layers`` are in the model's order. Layers of one shape share a slot, and at least ``at_once``
-    are refreshed together; 0: all of them, and then all gather in one step, too. Frozen layers keep
-    their places, so that no slot depends on when others are frozen. Steps in ``early`` gather and
-    refresh everything besides.
+    ``layers`` are in the model's order. ``staggered`` layers gather in two slots of an interval, or
+    in more where sums are large; else all gather in one step. Frozen layers keep their places: no
+    slot may depend on flags that ranks compare only when they meet there. Steps in ``early`` gather
+    and refresh everything besides.
     """
 
     def __init__(
-        self, layers: Sequence[LayerFacts], at_once: int, early: Sequence[int] = ()
+        self, layers: Sequence[LayerFacts], staggered: bool, early: Sequence[int] = ()
     ) -> None:
         self._layers = layers
-        self._at_once = at_once
         self._early = frozenset(early)
         self._active = frozenset(layer.name for layer in layers if not layer.frozen)
-        self._gathering: dict[int, Slots] = {}  # by interval
-        self._refresh: dict[int, Slots] = {}
+        sums = sum(factor.size for layer in layers for factor in layer.factors)
+        weights = sum(layer.gradient for layer in layers)
+        self._count = max(2, -(-sums // max(1, _MOST * weights))) if staggered else 1
+        self._slots: dict[tuple[int, int], Slots] = {}  # by both intervals
 
-    def gathers(self, step: int, interval: int) -> frozenset[str]:
-        """Return the layers whose slot to gather statistics is this step."""
+    def gathers(self, step: int, interval: int, late: bool = False) -> frozenset[str] | None:
+        """Return the layers whose slot to gather is this step; ``None`` if it gathers nothing.
+
+        With ``late`` layers, each interval has one more gathering step. It moves on by a step from
+        interval to interval, so that it meets layers that are used in a fixed rhythm.
+        """
         if step in self._early:  # a refresh takes the statistics of its own step
             return self._active
-        return self.gathering_slots(interval).get(step % interval, frozenset())
+        extra = late and step % interval == (1 + step // interval) % interval
+        slot = self.gathering_slots(interval).get(step % interval)
+        return frozenset() if slot is None and extra else slot
 
-    def refreshes(self, step: int, interval: int) -> frozenset[str]:
+    def refreshes(self, step: int, gathering: int, interval: int) -> frozenset[str]:
         """Return the layers whose slot to be refreshed is this step; the first step has all."""
         if step == 0 or step in self._early:
             return self._active
-        return self.refresh_slots(interval).get(step % interval, frozenset())
+        return self.refresh_slots(gathering, interval).get(step % interval, frozenset())
 
     def rounds_begun(self, step: int, interval: int) -> int:
         """Return how many slots each layer has had; the step's number alone tells."""
         return step // interval + sum(map(step.__ge__, self._early))
 
     def gathering_slots(self, interval: int) -> Slots:
-        """Return the layers that gather in each slot; the sums of slots have about equal sizes."""
-        if interval not in self._gathering:
-            sizes = [sum(factor.size for factor in layer.factors) for layer in self._layers]
-            self._gathering[interval] = self._slots(sizes, min(1, self._at_once), interval)
-        return self._gathering[interval]
+        """Return the active layers that gather in each slot."""
+        return self.refresh_slots(interval, interval)
 
-    def refresh_slots(self, interval: int) -> Slots:
-        """Return the layers that are refreshed in each slot."""
-        if interval not in self._refresh:
-            costs = [sum(f.operations for f in layer.factors) for layer in self._layers]
-            self._refresh[interval] = self._slots(costs, self._at_once, interval)
-        return self._refresh[interval]
+    def refresh_slots(self, gathering: int, interval: int) -> Slots:
+        """Return the active layers that are refreshed in each slot: in the step that gathers, if
+        the interval is not shorter than the one to gather.
 
-    def _slots(self, costs: Sequence[int], at_once: int, interval: int) -> Slots:
-        together = [[*range(len(costs))]]
-        if at_once:
-            together = turns(self._layers, costs, at_once, interval)
-        numbers = even_slots([sum(costs[i] for i in turn) for turn in together], interval)
-        slots = defaultdict[int, list[str]](list)
-        for number, turn in zip(numbers, together, strict=True):
-            slots[number] += [self._layers[i].name for i in turn if not self._layers[i].frozen]
-        return {number: frozenset(names) for number, names in slots.items() if names}
+        Whole shapes are spread over the slots by the cost of their refreshes, the costliest first.
+        Where sums need more than two slots, a shape that costs more than a slot's share is cut.
+        """
+        if (gathering, interval) in self._slots:
+            return self._slots[gathering, interval]
+        count = min(self._count, gathering)
+        costs = {x.name: sum(factor.operations for factor in x.factors) for x in self._layers}
+        total = max(1, sum(costs.values()))
+        runs: list[tuple[int, Sequence[LayerFacts]]] = []  # with their costs
+        for same in grouped(self._layers, lambda layer: layer.shape).values():
+            cost = sum(costs[layer.name] for layer in same)
+            parts = min(len(same), -(-cost * count // total)) if count > 2 else 1
+            ends = [len(same) * i // parts for i in range(parts + 1)]
+            for start, end in itertools.pairwise(ends):
+                runs.append((sum(costs[x.name] for x in same[start:end]), same[start:end]))
+        loads, slots = [0] * count, Slots()
+        for cost, run in sorted(runs, key=lambda run: -run[0]):
+            slot = loads.index(min(loads))
+            loads[slot] += cost
+            place = min(gathering, interval) * slot // count
+            names = [layer.name for layer in run if not layer.frozen]
+            slots[place] = slots.get(place, frozenset()).union(names)
+        self._slots[gathering, interval] = slots
+        return slots

@@ -11,6 +11,7 @@ from typing import NamedTuple
 REJECTED, FAILED, EMPTY = 1, 2, 4
 
 PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
+_GIVEN_UP = 30  # likewise of a layer with an average: ten intervals of two slots and an extra step
 
 
 @dataclass
@@ -25,7 +26,7 @@ class LayerState:
     refreshed: int = -1  # the step of the last one
     before: int = -1  # the step of the one before it
     rejected: int = 0  # refreshes in which statistics that were not finite were left out
-    missed: int = 0  # steps since the slot to gather passed without a pass through the layer
+    missed: int = 0  # gathering steps since the slot passed without a pass through the layer
     missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
     unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
     elsewhere: float = 0.0  # share of the gradient from other sources than rows, once it was named
@@ -44,6 +45,11 @@ class LayerState:
     def waits(self) -> bool:
         """Return whether a first average is still expected of any pass, and not of a slot alone."""
         return not self.has_average and self.unseen < PATIENCE
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the layer gathers in every gathering step, since its slot met no pass."""
+        return self.waits or 0 < self.missed < _GIVEN_UP
 
 
 class StepReport(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class Case:
     sizes: Sizes
     work: Work
     intervals: tuple[int, int]  # to gather, to refresh
-    at_once: Callable[[int], int]  # layers that are refreshed together, by the number of ranks
+    staggered: bool  # layers gather in slots
     weights: int  # bytes, buffers included
     gradients: int
     base: int  # bytes of the base's state that all ranks keep
@@ -128,10 +128,10 @@ def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> P
     """Return a candidate's bytes and times over so many ranks."""
     account = case.account(candidate.strategy, world)
     grid, of_column = account.grid, case.momenta_by_column(account)
-    schedule = Schedule(account.layers, case.at_once(world))
+    schedule = Schedule(account.layers, case.staggered)
     gather, refresh = case.intervals
     slots = account.per_slot(schedule, gather, refresh)
-    turns = schedule.gathering_slots(gather), schedule.refresh_slots(refresh)
+    turns = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
     clock = Clock(account, hardware, case.work, case.passes, case.gradients)
     return Priced(
         candidate,

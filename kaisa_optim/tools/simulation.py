@@ -120,7 +120,7 @@ def simulate(
     """Return one interval of steps under a strategy; ``shown`` ranks have a timeline."""
     account = case.account(candidate.strategy, world)
     clock = Clock(account, hardware, case.work, case.passes, case.gradients)
-    schedule = Schedule(account.layers, case.at_once(world))
+    schedule = Schedule(account.layers, case.staggered)
     return run(account.grid, [*_steps(account, clock, schedule, case.intervals)], shown)
 
 
@@ -129,7 +129,7 @@ def _steps(
 ) -> Iterator[list[Stage]]:
     grid, (gather, refresh) = account.grid, intervals
     slots = account.per_slot(schedule, gather, refresh)
-    gathering, due = schedule.gathering_slots(gather), schedule.refresh_slots(refresh)
+    gathering, due = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
     quiet, of_column = clock.always(max(slots.gradients)), clock.by_column()
     preconditioned = [of_column.get(rank % grid.columns, 0.0) for rank in range(grid.world)]
     # A worker's bytes do not depend on its row, so each rank's wait is that of its group.

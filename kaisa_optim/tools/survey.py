@@ -13,8 +13,10 @@ from ..core import reports
 from ..core.coverage import unwrapped
 from ..core.options import Group
 from ..core.placements import task_of
-from ..core.preconditioner import make_rule, sizes_of
+from ..core.plan import CompiledPlan, sizes_of
+from ..core.preconditioner import make_rule
 from ..core.registry import Registry
+from ..curvature.group import ParameterStack
 from ..errors import invalid_because
 from ..optim import bases
 from ..optim.mixin import KFACMixin
@@ -60,7 +62,7 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
         sizes_of(rule, options),
         rule.work,
         (gather, refresh),
-        options.at_once,
+        options.staggered,
         weights=sum(x.nbytes for x in {*model.parameters(), *model.buffers()}),
         gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
         base=everywhere,
@@ -103,10 +105,14 @@ def _state(
                 raise invalid_because("base", why) from error
 
     base.base_step = base_step
-    ready: dict[Tensor, Any] = dict.fromkeys(twin_of[p] for p in stepped)
-    part = step(base)
-    part.open(ready, ready)
-    part.rest(ready)
+    numbered = [(i, p) for i, x in enumerate(optimizer.param_groups) for p in x["params"]]
+    ours = [(i, twin_of[p]) for i, p in numbered if p in stepped]
+    stacks = [ParameterStack([twin], twin, i, mine=True) for i, twin in ours]
+    rest = [[twin_of[p] for p in x["params"] if p not in stepped] for x in optimizer.param_groups]
+    plan, part = CompiledPlan(stacks, rest), step(base)
+    part.adopt(plan)
+    part.open(plan)
+    part.rest(plan, [False] * len(ours))
     everywhere, momenta = 0, []
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -15,17 +15,11 @@ KNOWN = json.loads(Path("benchmarks/results/operations.json").read_text())["resu
 MORE = 1.05  # counts may grow by so much
 
 
-# Where the defaults leave a quiet step, it is the one without staggering.
-UNSTAGGERED = [row for row in operations.ROWS if "quiet" not in KNOWN[", ".join(row)]]
-CASES = [(*row, {}) for row in operations.ROWS]
-CASES += [(*row, {"staggered": False}) for row in UNSTAGGERED]
-
-
-@pytest.mark.parametrize(("network", "optimizer", "options"), CASES)
-def test_counts_do_not_grow(network, optimizer, options):
+@pytest.mark.parametrize(("network", "optimizer"), operations.ROWS)
+def test_counts_do_not_grow(network, optimizer):
     """Counts of first, quiet, gathering and mean steps: operations, functions, files and calls."""
-    known = KNOWN[f"{network}, {optimizer}" + ", unstaggered" * bool(options)]
-    found = operations.counted(network, optimizer, **options)
+    known = KNOWN[f"{network}, {optimizer}"]
+    found = operations.counted(network, optimizer)
     assert found.keys() == known.keys()
     above = {
         (kind, name): (n, known[kind][name])

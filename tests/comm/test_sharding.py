@@ -167,7 +167,7 @@ def backward(plan: Plan, model: nn.Module, i: int) -> None:
 
 def train_alone(plan: Plan) -> Trained:
     model = net()
-    opt = optimizer(plan, model, staggered=plan.options.get("staggered", plan.world))
+    opt = optimizer(plan, model)
     learn(plan, model, opt, range(STEPS))
     return Trained(full_values(model), kept(opt), {}, opt.preconditioner.memory_usage())
 
@@ -270,7 +270,7 @@ def train_grouped(plan: Plan) -> tuple[dict[str, Tensor], int]:
     model = Grouped().double()
     for part in (model.image, model.body, model) if dist.is_initialized() else ():
         fully_shard(part, mesh=mesh_of(plan.mesh))
-    opt = optimizer(plan, model, staggered=plan.world)
+    opt = optimizer(plan, model)
     learn(plan, model, opt, range(STEPS))
     return full_values(model), opt.preconditioner.layers["image"].blocks
 
@@ -373,7 +373,7 @@ def moved_halves(plan: Plan) -> dict[str, Tensor]:
     spread = dist.is_initialized()
     model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
     before = full_values(model)
-    opt = optimizer(plan, model, staggered=plan.world)
+    opt = optimizer(plan, model)
     backward(plan, model, 0)
     # A polar factor has all of the noise in small singular values: gradients are set, and equal.
     generator = torch.Generator().manual_seed(1)
@@ -676,7 +676,7 @@ def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
         entries = {p: plain.state[twins[p]] for p in layer.parameters}
         found += [(full(opt.state[p]["exp_avg"]), full(x["exp_avg"])) for p, x in entries.items()]
         total = sum(full(x["exp_avg_sq"]).sum() for x in entries.values())
-        if opt.preconditioner.group_of[layer].applied:
+        if opt.preconditioner.groups.of[layer].applied:
             found.append((opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1)))
     return found
 
@@ -730,8 +730,7 @@ def loads(plan: Plan, how: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
 @pytest.mark.filterwarnings("ignore:state_dict")
 def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatten, tmp_path):
     how = {"flatten_optimizer_state_dict": flatten}
-    turns = {"staggered": 1}  # alike on any number of ranks
-    plans = Plan(before, each, optimizer, turns), Plan(after, some, optimizer, turns)
+    plans = Plan(before, each, optimizer), Plan(after, some, optimizer)
     run(plans[0].world, saves, plans[0], how, str(tmp_path / "state"))
     results = run(plans[1].world, loads, plans[1], how, str(tmp_path / "state"))
     alone = train_alone(plans[1])

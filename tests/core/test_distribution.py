@@ -133,7 +133,7 @@ def curvatures(draw) -> dict[str, Any]:
         "kl_clip": draw(st.sampled_from([None, 1e-5])),
         "factor_update_steps": draw(st.integers(1, 3)),
         "inv_update_steps": draw(st.integers(1, 4)),
-        "staggered": draw(st.sampled_from([None, True, False, 2])),
+        "staggered": draw(st.sampled_from([None, True, False])),
         "max_factor_size": draw(st.sampled_from([16384, 7])),
     }
 
@@ -625,7 +625,7 @@ def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
     tolerance = 1e-9 if "kl_clip" in options else 1e-8
     ranks = run(3, branched, USES[uses], options, *args)
     assert_alike([parameters for parameters, _ in ranks])
-    parameters, factors = branched(USES[uses], {**options, "staggered": 3}, *args[:1])
+    parameters, factors = branched(USES[uses], options, *args[:1])
     assert error(ranks[0][0], parameters) < tolerance
     assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < tolerance
 
@@ -686,7 +686,7 @@ def test_two_optimizers_on_one_model(method, tolerance, assignment):
     options = {**CURVATURES[method], "assignment": assignment}
     ranks = run(3, parted, options, 3)
     assert_alike(ranks)
-    assert error(ranks[0], parted({**options, "staggered": 3}, 3)) < tolerance
+    assert error(ranks[0], parted(options, 3)) < tolerance
 
 
 def halves(options: dict[str, Any]) -> dict[str, Tensor]:
@@ -758,7 +758,7 @@ def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]
 @pytest.mark.parametrize("change", ["layer", "head"])
 @pytest.mark.parametrize("world", [3, 4])
 def test_layers_that_come_later(world, change):
-    alone = grown({"staggered": world}, change, world)
+    alone = grown({}, change, world)
     for spread in fractions(world):
         ranks = run(world, grown, spread, change, world)
         assert_alike(ranks)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm.ranks import Ranks
-from kaisa_optim.core import exchange
+from kaisa_optim.core import exchange, transport
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import eigen, kronecker, roots
 from tests.support.cluster import average, weights
@@ -355,7 +355,7 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
     """What this rank preconditions with, under ``layer side owner``."""
     found = {}
     for layer in kfac.layers.values():
-        for name, view in kfac.group_of[layer].views(layer):
+        for name, view in kfac.groups.of[layer].views(layer):
             if name.split("_")[-1] in ("average", "weight", "rejected", "stale"):
                 continue
             side = name.split("_")[0]
@@ -437,7 +437,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "passing on": (Ranks, "_to_owners"),
     "decomposition": (roots, "inverse_root"),
     "state": (exchange.Exchange, "share_state"),
-    "gradients": (exchange.Exchange, "updates"),
+    "gradients": (transport.Rows, "exchange"),
 }
 # And what the other ranks are then waiting for.
 GONE: dict[str, tuple[dict[str, Any], str]] = {
@@ -573,9 +573,9 @@ DIFFERENT: dict[str, tuple[Callable[[bool], KFACSGD], str]] = {
         lambda odd: optimizer(net(), weight_decay=0.1 if odd else 0.0),
         "Invalid weight_decay of parameter group 0",
     ),
-    "turns": (  # 1 and True are equal, and yet not alike
-        lambda odd: optimizer(net(), staggered=1 if odd else True),
-        "Invalid staggered: 1 on rank 1, True on rank 0",
+    "slots": (
+        lambda odd: optimizer(net(), staggered=not odd),
+        "Invalid staggered: False on rank 1, True on rank 0",
     ),
     "base": (lambda odd: (KFACAdam if odd else KFACSGD)(net(), lr=0.1), "'Adam' on rank 1, 'SGD'"),
     "meta": (

@@ -296,17 +296,11 @@ def shares(opt: Any) -> dict[str, Any]:
         return opt.state_dict()
 
 
-ONE_AT_A_TIME = {"staggered": 1}  # on any number of ranks
 METHODS: dict[str, dict[str, Any]] = {
-    "polar": {**ONE_AT_A_TIME},
+    "polar": {},
     "eigen": {"compute_method": "eigen", "staggered": False},
-    "by ranks": {"staggered": True},
-    "staggered": {
-        **ONE_AT_A_TIME,
-        "compute_method": "eigen",
-        "compute_eigenvalue_outer_product": True,
-    },
-    "inverse": {"compute_method": "inverse", **ONE_AT_A_TIME, "factor_dtype": torch.float32},
+    "products": {"compute_method": "eigen", "compute_eigenvalue_outer_product": True},
+    "inverse": {"compute_method": "inverse", "factor_dtype": torch.float32},
 }
 
 
@@ -315,7 +309,7 @@ METHODS: dict[str, dict[str, Any]] = {
     [
         (*SPREADS[0], 6, "eigen"),
         (*SPREADS[0], 6, "polar"),
-        *((*SPREADS[1], 3, method) for method in ("polar", "by ranks", "inverse")),
+        *((*SPREADS[1], 3, method) for method in ("polar", "inverse")),
         *((*SPREADS[2], 3, method) for method in METHODS),
     ],
 )
@@ -347,7 +341,7 @@ def alone(plan: Plan, steps: int) -> Any:
     return learn(model, opt, range(steps)), weights(model), steps
 
 
-@pytest.mark.parametrize("method", ["polar", "eigen", "staggered", "inverse"])
+@pytest.mark.parametrize("method", ["polar", "eigen", "products", "inverse"])
 def test_from_four_ranks_over_one_to_three_and_back(method, tmp_path):
     """Each part is three steps long; against a run that nothing interrupts."""
     options = {k: v for k, v in METHODS[method].items() if k != "factor_dtype"}
@@ -385,21 +379,22 @@ def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[s
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_turns_of_another_number_of_ranks_miss_no_layer(before, after, tmp_path):
-    """By default they follow from how many there are; here from the middle of an interval on."""
-    plan = Plan("adam", {"staggered": True})
+def test_another_number_of_ranks_refreshes_the_same_layers(before, after, tmp_path):
+    """No slot follows from how many there are; here from the middle of an interval on."""
+    plan = Plan("adam")
     path, interval = str(tmp_path / "state"), OPTIONS["inv_update_steps"]
     run(before, section, plan, range(interval + 2), None, path)
     results = run(after, goes_on, plan, path, range(interval + 2, 4 * interval))
     assert_same(results, results[:1] * after)
     refreshed = results[0][1]
-    assert set.union(*refreshed[: 2 * interval - 2]) == {"0", "1", "3", "4"}
-    ordinary = [
+    _, alone = goes_on(plan, path, range(interval + 2, 4 * interval))
+    assert refreshed == alone
+    slots = [
         names
         for step, names in enumerate(refreshed, interval + 2)
         if names and step not in EARLY  # all at once
     ]
-    assert {len(names) for names in ordinary} == {after}
+    assert set.union(*slots[:2]) == {"0", "1", "3", "4"} and slots[0].isdisjoint(slots[1])
 
 
 # ---- what is missing ----
@@ -590,8 +585,8 @@ def goes_on_from_the_base(plan: Plan) -> list[Tensor]:
 @every_share
 @pytest.mark.parametrize("optimizer", PLAIN)
 def test_a_plain_checkpoint_goes_on_as_on_one_process(world, spread, workers, optimizer):
-    ranks = run(world, goes_on_from_the_base, Plan(optimizer, {**spread, **ONE_AT_A_TIME}))
-    alone = goes_on_from_the_base(Plan(optimizer, ONE_AT_A_TIME))
+    ranks = run(world, goes_on_from_the_base, Plan(optimizer, spread))
+    alone = goes_on_from_the_base(Plan(optimizer))
     for result in ranks:
         assert_same(result, ranks[0])
     assert_near(ranks[0], alone, 1e-8, 1e-10)
@@ -665,8 +660,8 @@ def exports(plan: Plan) -> tuple[list[str], dict[str, Any] | None]:
 @every_share
 @pytest.mark.parametrize("optimizer", PLAIN)
 def test_the_base_loads_a_consolidated_state(world, spread, workers, optimizer):
-    ranks = run(world, exports, Plan(optimizer, {**spread, **ONE_AT_A_TIME}))
-    (_, alone) = exports(Plan(optimizer, ONE_AT_A_TIME))
+    ranks = run(world, exports, Plan(optimizer, spread))
+    (_, alone) = exports(Plan(optimizer))
     cls, settings = PLAIN[optimizer]
     plain = cls(net().parameters(), **settings).state_dict()["param_groups"][0]
     assert alone is not None and alone["keys"] == sorted(plain)
@@ -697,7 +692,7 @@ def turns_to(before: Plan, after: Plan) -> tuple[list[str], list[Tensor], list[T
 @every_share
 @pytest.mark.parametrize("names", [("eigen", "adam"), ("adam", "eigen")], ids=str)
 def test_momenta_of_another_method_begin_anew_on_all_ranks(world, spread, workers, names):
-    before, after = (Plan(name, {**spread, **ONE_AT_A_TIME}) for name in names)
+    before, after = (Plan(name, spread) for name in names)
     ranks = run(world, turns_to, before, after)
     for texts, result, start in ranks:
         (text,) = [text for text in texts if text.startswith("this state lacks the momenta of ")]
@@ -751,10 +746,10 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
 )
 def test_distributed_checkpoints_load_at_any_ranks(optimizer, before, after, flatten, tmp_path):
     path = str(tmp_path / "state")
-    first, then = (Plan(optimizer, {**ONE_AT_A_TIME, **x}) for _, x in (before, after))
+    first, then = (Plan(optimizer, x) for _, x in (before, after))
     run(before[0], saves_with_dcp, first, flatten, path)
     results = run(after[0], loads_with_dcp, dataclasses.replace(then, seed=1), flatten, path)
-    losses, parameters, _ = alone(Plan(optimizer, ONE_AT_A_TIME), 9)
+    losses, parameters, _ = alone(Plan(optimizer), 9)
     assert_same(results, results[:1] * after[0])
     assert_near(results[0], (losses[3:], parameters, []), 1e-9, 1e-11)
 

@@ -47,17 +47,17 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
 
 @pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
 @pytest.mark.parametrize("period", [2, 5])
-def test_a_turn_that_met_no_pass_is_made_up_for(period, options):
-    """Else a layer whose use shares a period with the turns would gather once, or never again."""
+def test_a_slot_that_met_no_pass_is_made_up_for(period, options):
+    """Else a layer whose use shares a period with the slots would gather once, or never again."""
     model = Branches()
     opt = KFACSGD(model, lr=0.1, factor_update_steps=10, inv_update_steps=10, **options, **EIGEN)
     found = train(model, opt, range(100), period)
-    for name in ("a", "b", "head"):
-        assert 10 <= sum(name in new for new in found) <= 12, name
+    for name, least in (("a", 9), ("b", 2), ("head", 9)):
+        assert least <= sum(name in new for new in found) <= 12, name
 
 
 def missed(opt: Any) -> dict[str, int]:
-    """Return for how many steps layers have missed their slot."""
+    """Return for how many gathering steps layers have missed their slot."""
     return {
         n: state.missed for n, state in opt.preconditioner.registry.states.items() if state.missed
     }
@@ -70,7 +70,7 @@ def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
     wrapped = DDP(model, find_unused_parameters=True)
     opt = KFACSGD(wrapped, lr=0.1, factor_update_steps=10, grad_worker_fraction=fraction)
     found = []
-    for i in range(40):
+    for i in range(90):
         opt.zero_grad()
         way = "b" if i % 5 == 4 and rank == world - 1 else "a"
         branches.backward(wrapped, 10 * i + rank, way)
@@ -87,38 +87,39 @@ def test_ranks_wait_alike_for_what_is_overdue(fraction):
     found = run(2, now_and_then_on_one_rank, fraction)[0]
     assert all(one == other for one, other in found)
     late = ["b" in one for one, _ in found]
-    assert any(late) and not all(late[5:])  # and no longer once it has been seen
+    assert late[40:89] == [True] * 49 and not late[89]  # and no longer once it has been seen
 
 
-def test_an_overdue_turn_is_saved():
+def test_a_missed_slot_is_saved():
     model, other = Branches(), Branches()
     options = {"factor_update_steps": 4, "staggered": False, "inv_update_steps": 10}
     opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
     train(model, opt, range(4), 2)
-    train(model, opt, range(4, 5), 2)  # it was the turn of b, too
+    train(model, opt, range(4, 5), 2)  # it was the slot of b, too
     other.load_state_dict(model.state_dict())
     resumed = KFACSGD(other, lr=0.1, **options, **EIGEN)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert gathering(resumed) == gathering(opt) == {"b"}
-    assert train(model, opt, range(5, 12), 2) == train(other, resumed, range(5, 12), 2)
+    assert missed(resumed) == missed(opt) == {"b": 1}
+    found = train(model, opt, range(5, 12), 2)
+    assert found == train(other, resumed, range(5, 12), 2) and "b" in found[-1]
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
-def test_what_is_not_seen_for_long_is_waited_for_in_its_own_turns_alone():
+def test_what_is_not_seen_for_long_is_waited_for_in_its_own_slot_alone():
     model = Branches()
     opt = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
     train(model, opt, range(2), 2)
     asked = []
-    for i in range(2, 50):
-        asked.append("b" in gathering(opt))
+    for i in range(2, 60):
+        asked += [i] if "b" in gathering(opt) else []
         train(model, opt, range(i, i + 1), 1000)
-    assert all(asked[:20])
-    assert asked[30:] == [True, False] * 9
+    assert [i for i in asked if i % 2] == [*range(5, 44, 4)]  # steps for late layers alone
+    assert [i for i in asked if i % 2 == 0] == [*range(2, 60, 2)]
     resumed = KFACSGD(model, lr=0.01, factor_update_steps=2, staggered=False)
     resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert gathering(resumed) == gathering(opt)
-    train(model, opt, range(1), 1)  # by way of b, in its turn
+    train(model, opt, range(1), 1)  # by way of b, in its slot
     assert "b" not in missed(opt)
 
 
@@ -209,7 +210,7 @@ def raises(*args: Any) -> None:
 
 
 def fails_alone(what: str) -> tuple[str, int]:
-    model = network()
+    model = nn.Sequential(*network(), nn.LayerNorm(3, dtype=torch.float64))  # for the base
     opt = KFACSGD(model, lr=0.1, **ANEW)
     state: dict[str, Any] = {}
     for i in range(4):
@@ -269,5 +270,5 @@ def test_weights_that_drift_apart_are_named():
     """After the first step nobody compared them. Those of step 6 meet the next exchange."""
     assert run(2, drifts, False) == [("", 20)] * 2
     for text, step in run(2, drifts, True):
-        assert text.startswith("parameter '2.weight' in step 6 on ranks [1] differs from rank 0's")
+        assert text.startswith("parameter '0.weight' in step 6 on ranks [1] differs from rank 0's")
         assert "average gradients" in text and step == 6

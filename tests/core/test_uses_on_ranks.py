@@ -99,7 +99,7 @@ def trained(cls: Any, options: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 @pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
 def test_ranks_take_the_steps_of_one_process(cls, assignment):
-    alone = trained(cls, {"staggered": 2})
+    alone = trained(cls, {})
     results = run(2, trained, cls, {"assignment": assignment})
     assert_same(*results)
     assert_near(results[0], alone, 1e-8, 1e-10)
@@ -135,7 +135,7 @@ def tied(same: bool, options: dict[str, Any], joined: int = 1) -> list[Tensor]:
 def test_a_tied_weight_on_two_ranks(same, options):
     results = run(2, tied, same, options)
     assert_same(*results)
-    alone = tied(same, options | {"staggered": 2}, joined=2)
+    alone = tied(same, options, joined=2)
     assert_near(results[0], alone, 1e-9, 1e-11)
 
 

@@ -233,7 +233,7 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
 
 
 def sums_of(opt: Any) -> dict[str, Tensor]:
-    groups = opt.preconditioner.group_of
+    groups = opt.preconditioner.groups.of
     return {
         x.name: g.tensors["square_sum"][g.slots[x]].clone() for x, g in groups.items() if g.applied
     }

@@ -148,7 +148,7 @@ def train_there(
 
 
 SELDOM: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 1000}
-EIGEN: dict[str, Any] = {"compute_method": "eigen", **SELDOM}
+EIGEN: dict[str, Any] = {"compute_method": "eigen", **SELDOM, "staggered": False}
 OFTEN: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 2}
 INVERSE: dict[str, Any] = {"compute_method": "inverse", **OFTEN}
 CASES: dict[str, Make] = {

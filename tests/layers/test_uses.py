@@ -242,12 +242,12 @@ def test_a_stack_of_one_multiplies_as_its_matrix(batch):
 
 def test_a_stack_of_one_that_scales_entries_takes_the_bases_step():
     net = headed(Body(lambda m, x: x * m.w, w=normal(1, 2, 3, seed=4)))
-    opt = exact(net)
+    opt = exact(net, lr=0.01)
     with pytest.warns(UserWarning, match="0.w: 6, Body uses it in a way"):
-        for _ in range(5):
+        for _ in range(11):  # four of them gather
             opt.zero_grad()
             loss_of(net(normal(5, 2, 3))).backward()
-            assert_close(taken(opt, net)["0.w"], net[0].w.grad, 1e-12)
+            assert_close(taken(opt, net)["0.w"], 0.01 * net[0].w.grad, 1e-9)
 
 
 # ---------------------------------------------------------------- tied weights

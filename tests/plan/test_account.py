@@ -214,12 +214,11 @@ def check(case: Case, ranks: list[Measured]) -> None:
     every, refreshed = case.intervals
     period = math.lcm(every, refreshed)
     fed = ranks[0].schedule.gathering_slots(every)
-    due = ranks[0].schedule.refresh_slots(refreshed)
+    due = ranks[0].schedule.refresh_slots(every, refreshed)
     steps, answered = [], set()
-    always = len(account.active) < len(account.layers)  # a layer without statistics is waited for
     for step in range(2 * period):
-        average, refresh = fed.get(step % every, ()), due.get(step % refreshed, ())
-        told = answered if average or always else set()
+        average, refresh = fed.get(step % every), due.get(step % refreshed, ())
+        told = set() if average is None else answered
         steps.append(account.price(average=average, refresh=refresh, answered=told))
         answered = {*(answered - told), *refresh}
     steps = steps[period:]

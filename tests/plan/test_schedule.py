@@ -1,15 +1,14 @@
-"""Slots of layers: by shape, balanced by cost, alike on all ranks."""
+"""Slots of layers: by shape, balanced by cost, alike on any number of ranks."""
 
 from __future__ import annotations
 
-import itertools
-
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kaisa_optim.plan.assignment import Placement, Task
 from kaisa_optim.plan.facts import LayerFacts
-from kaisa_optim.plan.schedule import Schedule, even_slots, turns
+from kaisa_optim.plan.schedule import Schedule
 
 SIDES = st.integers(1, 4)
 
@@ -25,54 +24,72 @@ def layer(name: str, a: int, g: int, owner: int = 0, frozen: bool = False) -> La
     return LayerFacts(Task(name, a, g), Placement(owner, owner), frozen=frozen)
 
 
-def cost(facts: LayerFacts) -> int:
-    return sum(factor.operations for factor in facts.factors)
+def cost(layers: list[LayerFacts]) -> int:
+    return sum(factor.operations for facts in layers for factor in facts.factors)
 
 
-@given(models(), st.integers(1, 9), st.integers(1, 30))
-def test_turns_hold_each_layer_once_and_as_many_as_asked_for(layers, at_once, slots):
-    together = turns(layers, list(map(cost, layers)), at_once, slots)
-    assert sorted(itertools.chain(*together)) == [*range(len(layers))]
-    assert all(len(turn) >= at_once for turn in together[:-1])
+@given(models(), st.integers(1, 12), st.integers(1, 30))
+def test_each_layer_gathers_once_and_is_refreshed_where_it_gathers(layers, gathering, interval):
+    schedule = Schedule(layers, True)
+    names = sorted(x.name for x in layers)
+    gathers = schedule.gathering_slots(gathering)
+    refreshes = schedule.refresh_slots(gathering, interval)
+    assert sorted(name for slot in gathers.values() for name in slot) == names
+    assert sorted(name for slot in refreshes.values() for name in slot) == names
+    assert set(gathers) <= {0, gathering // 2}
+    if interval >= gathering:
+        assert refreshes == gathers
+    else:
+        assert set(refreshes) <= {0, interval // 2}
 
 
-@given(models(), st.integers(1, 30))
-def test_layers_of_one_shape_take_their_turn_together_unless_they_cost_too_much(layers, slots):
-    """Alone, a turn has one shape; a shape is divided where it costs more than 1.5 fair shares."""
-    costs = list(map(cost, layers))
-    together = turns(layers, costs, 1, slots)
-    found: dict[object, int] = {}
-    for turn in together:
-        (shape,) = {layers[place].shape for place in turn}
-        found[shape] = found.get(shape, 0) + 1
-    fair = sum(costs) / slots
-    for shape, number in found.items():
-        own = [c for one, c in zip(layers, costs, strict=True) if one.shape == shape]
-        if sum(own) < 1.5 * fair:
-            assert number == 1
-        # No part of a shape costs more than two fair shares and a layer.
-        assert max(own) * -(-len(own) // number) <= 2 * fair + max(own)
+@given(models())
+def test_whole_shapes_share_a_slot_and_slots_cost_the_same(layers):
+    slots = Schedule(layers, True).gathering_slots(10)
+    costs, shapes = [], {}
+    for place, names in slots.items():
+        in_slot = [x for x in layers if x.name in names]
+        costs.append(cost(in_slot))
+        for facts in in_slot:
+            assert shapes.setdefault(facts.shape, place) == place
+    most = max(cost([x for x in layers if x.shape == shape]) for shape in shapes)
+    assert max(costs) - min(costs) <= most if len(slots) == 2 else len(shapes) == 1
 
 
-@given(st.lists(st.integers(1, 10), max_size=20), st.integers(1, 30))
-def test_slots_have_even_costs(costs, slots):
-    steps = even_slots(costs, slots)
-    assert steps == sorted(steps) and all(0 <= step < slots for step in steps)
-    for step in set(steps):
-        own = [c for c, at in zip(costs, steps, strict=True) if at == step]
-        assert sum(own) <= sum(costs) / slots + max(own)
+def test_large_sums_are_spread_over_more_slots_than_two():
+    """In each slot they take four times the weights at most; a single shape is cut."""
+    layers = [layer(str(i), 100, 1) for i in range(12)]
+    slots = Schedule(layers, True).gathering_slots(20)
+    pending = [
+        sum(f.size for x in layers if x.name in s for f in x.factors) for s in slots.values()
+    ]
+    assert len(slots) == 12 and max(pending) <= 4 * sum(x.gradient for x in layers) * 1.1
+    few = [layer(str(i), 14, 1) for i in range(12)]  # less than eight times the weights
+    assert len(Schedule(few, True).gathering_slots(20)) == 1
 
 
-@given(models(), st.integers(0, 3), st.integers(1, 12), st.data())
-def test_a_schedule_knows_shapes_alone(layers, at_once, interval, data):
-    """All assignments have the same slots, and frozen layers keep their places."""
+@pytest.mark.parametrize("interval", [1, 2, 3, 10])
+def test_late_layers_have_one_more_step_of_each_interval_and_meet_every_rhythm(interval):
+    """The step moves on, so that in so many intervals it has had each place."""
+    schedule = Schedule([layer("one", 2, 2)], False)
+    steps = [s for s in range(interval**2) if schedule.gathers(s, interval, True) is not None]
+    assert {step % interval for step in steps} == set(range(interval))
+    for start in range(0, interval**2, interval):
+        assert len([s for s in steps if start <= s < start + interval]) <= 2
+    without = [s for s in range(interval**2) if schedule.gathers(s, interval) is not None]
+    assert without == [*range(0, interval**2, interval)]
+
+
+@given(models(), st.booleans(), st.integers(1, 12), st.integers(1, 12), st.data())
+def test_a_schedule_knows_shapes_alone(layers, staggered, gathering, interval, data):
+    """All assignments have the same slots, and frozen layers keep their places: a slot may be
+    empty, where ranks still meet.
+    """
     frozen = data.draw(st.sets(st.sampled_from([x.name for x in layers])))
-    others = [
+    placed = [
         x._replace(placement=Placement(i, i + 1), frozen=x.name in frozen)
         for i, x in enumerate(layers)
     ]
-    one, other = Schedule(layers, at_once), Schedule(others, at_once)
-    for slots in ("gathering_slots", "refresh_slots"):
-        wanted = {step: names - frozen for step, names in getattr(one, slots)(interval).items()}
-        found = getattr(other, slots)(interval)
-        assert found == {step: names for step, names in wanted.items() if names}
+    slots = Schedule(layers, staggered).refresh_slots(gathering, interval)
+    expected = {step: names - frozen for step, names in slots.items()}
+    assert Schedule(placed, staggered).refresh_slots(gathering, interval) == expected

@@ -254,18 +254,10 @@ def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
     return {key: average.clone() for key, average in groups.averages(opt).items()}
 
 
-def turns_of_ranks(plan: Plan) -> dict[str, Any]:
-    """As many layers at once as there are ranks, where they take turns."""
-    asked = plan.options.get("staggered")
-    if asked is None:
-        asked = plan.options.get("normalization") != "kaisa"
-    return {"staggered": plan.world} if asked is True else {}
-
-
 def train_alone(plan: Plan) -> Trained:
-    """One process on the joined batch, with the turns that ranks have."""
+    """One process on the joined batch."""
     model = network(plan.network, dtype=plan.dtype)
-    opt = build(plan, model, model, **{**turns_of_ranks(plan), **plan.alone})
+    opt = build(plan, model, model, **plan.alone)
     for step in range(plan.steps):
         x, y = batch(plan.network, step, plan.rows, plan.dtype)
         opt.zero_grad()

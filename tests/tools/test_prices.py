@@ -39,9 +39,9 @@ def clock(strategy, world, tasks=TASKS, work=POLAR, passes=None):
 
 def times(made, gather=10, refresh=20):
     account = made.account
-    schedule = Schedule(account.layers, account.grid.world)
+    schedule = Schedule(account.layers, True)
     slots = account.per_slot(schedule, gather, refresh)
-    turns = schedule.gathering_slots(gather), schedule.refresh_slots(refresh)
+    turns = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
     return made.times(slots, *turns, (gather, refresh))
 
 
@@ -105,8 +105,8 @@ def test_the_mean_is_that_of_an_interval():
     quiet, gathering, refreshing, mean = (sum(x.values()) for x in found)
     assert 0 < quiet < min(gathering, refreshing)
     made = clock(Hybrid(0.5), 4, passes=Passes(1e9, rows))
-    schedule = Schedule(made.account.layers, 4)
-    slots = len(schedule.gathering_slots(4)), len(schedule.refresh_slots(8))
+    schedule = Schedule(made.account.layers, True)
+    slots = len(schedule.gathering_slots(4)), len(schedule.refresh_slots(4, 8))
     added = slots[0] * (gathering - quiet) / 4 + slots[1] * (refreshing - quiet) / 8
     assert mean == pytest.approx(quiet + added)
 

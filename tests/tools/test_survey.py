@@ -64,7 +64,7 @@ def test_bytes_of_state_are_those_of_the_optimizer(name):
     assert case.weights == sum(x.nbytes for x in held)
     assert case.gradients == sum(p.grad.nbytes for p in net.parameters() if p.grad is not None)
     assert [x.name for x in case.layers] == list(optimizer.preconditioner.layers)
-    assert case.sizes == optimizer.preconditioner.sizes
+    assert case.sizes == optimizer.preconditioner.groups.sizes
 
 
 def test_nothing_of_the_model_changes():
