@@ -337,7 +337,7 @@ class Preconditioner:
         registry = self.registry
         states = [(x, registry.states[x.name]) for x in registry.layers.values()]
         registry.late = [x for x, state in states if x.parameters and state.is_late]
-        unseen = [x for x, state in states if state.waits and state.unseen]
+        unseen = [x for x, state in states if state.unseen and state.waits]
         self.capture.look_around(coverage.unwrapped(registry.model), unseen)
         self._choose()
 
