@@ -140,7 +140,7 @@ class Preconditioner:
             intervals += f" in {options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
         slots = self.schedule.refresh_slots(self.factor_update_steps, self.inv_update_steps)
-        most = max(map(len, slots.values()))
+        most = max(map(len, slots.values()), default=0)
         at_once = f"up to {most} layer{'s' * (most > 1)} at a time"
         intervals += f", {at_once}" if len(slots) > 1 else ", all layers at once"
         lines = [f"Preconditioner({options.compute_method}, {self.steps} steps taken)"]
