@@ -142,7 +142,7 @@ class Preconditioner:
             intervals += f" in {options.statistics_precision} precision"
         intervals += f", refreshes every {self.inv_update_steps} steps"
         slots = self.schedule.refresh_slots(self.factor_update_steps, self.inv_update_steps)
-        most = max(map(len, slots.values()))
+        most = max(map(len, slots.values()), default=0)
         at_once = f"up to {most} layer{'s' * (most > 1)} at a time"
         intervals += f", {at_once}" if len(slots) > 1 else ", all layers at once"
         lines = [f"Preconditioner({options.compute_method}, {self.steps} steps taken)"]
@@ -388,7 +388,7 @@ class Preconditioner:
         registry = self.registry
         states = [(x, registry.states[x.name]) for x in registry.layers.values()]
         registry.late = [x for x, state in states if x.parameters and state.is_late]
-        unseen = [x for x, state in states if state.waits and state.unseen]
+        unseen = [x for x, state in states if state.unseen and state.waits]
         self.capture.look_around(coverage.unwrapped(registry.model), unseen)
         self._choose()
 
