@@ -256,7 +256,7 @@ def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
 
 
 def _direction(group: Any, momentum: Tensor) -> Tensor:
-    g, a = group.states("root", group.layers)
+    g, a = group.g.state["root"], group.a.state["root"]
     white = torch.bmm(g, momentum)
     white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
     white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)

@@ -101,7 +101,7 @@ SECTIONS = {
     ),
     "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
     "Steps": (
-        "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/gradients",
+        "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
         "core/view",
         "optim/bases", "optim/notices", "capture/tap", "capture/hooks", "capture/forward",
         "curvature", "linalg",

@@ -95,21 +95,21 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
     for p in begun:
         state[p][STEP] = kfac.step_count
-    homes = set(begun)
+    homes, convention = set(begun), _convention(kfac)
     for layer in kfac.registry.active:
         home = _home(layer)
         if home in homes:
             entry, flags = state[home], kfac.registry.states[layer.name]
             averages = flags.has_average + 2 * flags.missed
             values = [averages, int(flags.has_state), *map(int, layer.covers)]
-            values += [flags.failures, _convention(kfac)]
+            values += [flags.failures, convention]
             status = f"{PREFIX}{layer.tag}status"
             if status not in entry:
                 entry.update(_named(kfac, layer))
                 entry[status] = torch.tensor(values, device="cpu")
-            elif kfac.published.get(layer) != values:
+            elif kfac.groups.published.get(layer) != values:
                 entry[status].copy_(torch.tensor(values, device="cpu"))
-            kfac.published[layer] = values
+            kfac.groups.published[layer] = values
 
 
 def _convention(kfac: Preconditioner) -> int:

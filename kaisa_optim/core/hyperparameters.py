@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from .options import FIXED, OPTIONS, PER_GROUP, SCHEDULED, SETTABLE, Group, Opti
 Schedule = Callable[[int], Any]
 
 _INTERVALS = "factor_update_steps", "inv_update_steps"
-_AIMING = "factor_update_steps", "statistics_fraction"  # they change what the next passes gather
+_AIMING = *_INTERVALS, "statistics_fraction"  # they change what the next passes gather
 
 
 class Hyperparameters:
@@ -62,6 +63,7 @@ class Hyperparameters:
                 value = value(0)
             self._set(name, value)
         self._in_force: dict[str, int] = {}
+        self._read: dict[int, list[Any]] = {}  # the groups' values in the last step
         self.take_intervals(0)
         self._is_built = True
 
@@ -77,12 +79,16 @@ class Hyperparameters:
                 f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
                 "added; use add_param_group, or build a new optimizer"
             )
-        for group, schedules in zip(groups, self._group_schedules, strict=True):
+        for i, (group, schedules) in enumerate(zip(groups, self._group_schedules, strict=True)):
+            values = [group.get(name) for name in PER_GROUP]
+            if not schedules and i in self._read and all(map(operator.is_, values, self._read[i])):
+                continue  # they were checked
             for name, settled in PER_GROUP.items():
                 schedule = schedules.get(name)
                 # Users and schedulers write into groups, too.
                 group[name] = settled(group[name] if schedule is None else schedule(step))
             refuse_lost_damping(group)
+            self._read[i] = [group[name] for name in PER_GROUP]
         for name, schedule in self._schedules.items():
             self._set(name, schedule(step))
 

@@ -137,7 +137,7 @@ class CompiledPlan:
 
     def clear(self) -> None:
         for stack in self.stacks:
-            stack.clear()
+            stack.buffer = stack.ahead = None
 
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
@@ -167,6 +167,7 @@ class Groups:
         self._chunks: list[list[Layer]] = []  # sharded layers whose gradients travel together
         self.plan = CompiledPlan((), [])
         self.compilations = 0
+        self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         # The facts that the plan was compiled from, or None, and what its entries held since.
         self.facts: Any = None
         self.held: Any = None
@@ -205,6 +206,7 @@ class Groups:
                     lambda layer, side: placements.owner(layer, side) == ranks.rank,
                     at_identity=options.kaisa_scaling,
                 )
+        self.published.clear()
         self.of = {layer: group for group in self.all for layer in group.layers}
         self.places = registry.devices
         for layer in values.keys() & self.of.keys():

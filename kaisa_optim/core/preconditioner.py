@@ -119,9 +119,10 @@ class Preconditioner:
         self.work = StepPlan(-1)  # of the last step, on averages and state
         # Numbers of the last step; the clip is on its device.
         self.damping_of: Callable[[Layer], float] = dict[Layer, float]().__getitem__
-        self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
+        # The layers that gather in the next step, None if none may, and those to refresh.
+        self.slot: tuple[frozenset[str] | None, frozenset[str]] = None, frozenset()
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
-        self._unsettled: list[Exception | None] = []
+        self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
         self._identity = identity or {}
         self._is_built = True
@@ -177,23 +178,24 @@ class Preconditioner:
                 "optimizer.step() calls preconditioner.step() itself; leave out the call"
             )
         self.hyperparameters.read(groups, self.steps)
-        registry = self.registry
-        registry.homes.check(groups, registry.on_meta)
-        self.status.note_gradients(self.steps)
+        registry, (due, refreshed) = self.registry, self.slot
+        facts = self._read_facts(groups, base)
+        if due is not None or facts != self.groups.facts:
+            registry.homes.check(groups, registry.on_meta)
+        if self.ranks.world > 1:
+            self.status.note_gradients(self.steps)
         # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
         # compare frozen layers where they gather, and changes take effect there.
-        gathers = self._due() is not None
-        if gathers:
+        if due is not None:
             of_layer = self.sums.of_layer
             self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
-        facts = self._read_facts(groups, base)
         if facts != self.groups.facts and self.groups.places != registry.devices:
             self.allocate()
 
-        # Agree: the only decision that ranks take together. A step that gathers nothing asks
-        # nobody: its work may depend only on its number and on facts that were agreed on.
-        agreed = self._agree(groups) if gathers else AgreedStep()
-        if agreed is None:
+        self.work = StepPlan(self.steps)
+        if self.rule.reads_damping:
+            self.damping_of = registry.values("damping", groups)
+        if (due is not None or refreshed) and not self._renew(groups):
             # The step does not count. The base must not begin moments that K-FAC keeps.
             self.capture.reset()
             self.groups.compile(groups, base, all_layers=True)
@@ -201,33 +203,17 @@ class Preconditioner:
             base.open(plan)
             base.rest(plan, [False] * len(plan.parameters))
             return
-        states = registry.states
-        intervals = map(self._interval, ("factor_update_steps", "inv_update_steps"))
-        slot = self.schedule.refreshes(self.steps, *intervals)
-        self.work = work = StepPlan(self.steps)
-        if gathers or slot:
-            self.work = work = plan_step(self.steps, agreed, states, slot)
-
-        # Factors: sums enter the owners' averages; due ones are decomposed and shared
-        if work.changes_factors or self.rule.reads_damping:
-            self.damping_of = registry.values("damping", groups)
-        if work.changes_factors:
-            self._renew(work, agreed, registry.values("factor_decay", groups))
-        if work.exchanges:
-            layers = [x for group in self.groups.all if group.applied for x in group.layers]
-            reports.name_layers_without_statistics(layers, states, self.status.named)
-
-        # Gradients: stacked by shape, preconditioned, handed to receivers
         if facts != self.groups.facts or self.groups.held != base.held(self.groups.plan):
             self.groups.compile(groups, base)
             self.groups.facts = facts
         self.direct(self.groups.plan, groups, base)
         self.steps += 1
-        self.status.note_weights(self.steps)
+        if self.ranks.world > 1:
+            self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
-        if work.exchanges:
+        if self.work.exchanges:
             self.hyperparameters.take_intervals(self.steps)
             self._aim()
         else:
@@ -246,7 +232,8 @@ class Preconditioner:
                 rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
             ]
             plan.clip(kl_clip, alphas)
-        base.let_go(plan)
+        if plan.leaving:
+            base.let_go(plan)
         with stage("base step"):
             base.rest(plan, numbers.present)
             base.descend(plan, numbers.present)
@@ -295,7 +282,8 @@ class Preconditioner:
         self.hyperparameters.take_intervals(self.steps)
         told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
         self.exchange.refresher.forget_answers(self.groups.of, told)
-        slots = self.schedule.gathering_slots(self._interval("factor_update_steps"))
+        interval = self.hyperparameters.in_force("factor_update_steps", self.steps)
+        slots = self.schedule.gathering_slots(interval)
         if self.status.is_silent(agreed, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
                 return None  # torch.distributed.checkpoint steps once, for the base's state
@@ -343,28 +331,41 @@ class Preconditioner:
             crossed=sums.rows(sections, crossed=True),
         )
 
-    def _renew(
-        self, work: StepPlan, agreed: AgreedStep, decay_of: Callable[[Layer], float]
-    ) -> None:
-        """Bring averages and state up to date.
+    def _renew(self, groups: list[ParamGroup]) -> bool:
+        """Bring averages and state up to date; return False for a step that does not count.
 
-        Decompositions wait for all sums. If an owner decomposed after its first sums, the other
-        ranks would wait for its terms of the next sums.
+        Ranks decide together in gathering steps alone; the others' work may depend only on their
+        number and on facts that were agreed on. Decompositions wait for all sums. If an owner
+        decomposed after its first sums, the other ranks would wait for its terms of the next sums.
         """
-        layers, damping_of = self.registry.layers, self.damping_of
-        average, scale_free = [layers[name] for name in work.average], self.rule.scale_free
-        for arrived in staged("reduce", self.exchange.sums(self.sums, average, agreed)):
+        (due, refreshed), registry, states = self.slot, self.registry, self.registry.states
+        agreed = AgreedStep() if due is None else self._agree(groups)
+        if agreed is None:
+            return False
+        self.work = work = plan_step(self.steps, agreed, states, refreshed)
+        self.damping_of = registry.values("damping", groups)
+        decay_of, scale_free = registry.values("factor_decay", groups), self.rule.scale_free
+        average = [registry.layers[name] for name in work.average]
+        sums = self.exchange.sums(self.sums, average, agreed) if average else ()
+        for arrived in staged("reduce", sums):
             averages.update(self.groups.all, arrived, agreed, decay_of, scale_free=scale_free)
         self.sums.clear()
-        due = [layers[name] for name in work.refresh]
-        if not due:
-            return
-        shifts = self.exchange.damping_shifts(due, damping_of)
+        if work.refresh:
+            self._refresh(work)
+        if work.exchanges:
+            layers = [x for group in self.groups.all if group.applied for x in group.layers]
+            reports.name_layers_without_statistics(layers, states, self.status.named)
+        return True
+
+    def _refresh(self, work: StepPlan) -> None:
+        """Let owners decompose due factors, and gradient workers receive the new state."""
+        layers = [self.registry.layers[name] for name in work.refresh]
+        shifts = self.exchange.damping_shifts(layers, self.damping_of)
         try:
             self.exchange.refresher.decompose(self.groups.all, work.refresh, work.again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
-        self.exchange.share_state(due, damping_of)
+        self.exchange.share_state(layers, self.damping_of)
         if not all(self.registry.states[name].has_state for name in work.refresh):
             self.groups.facts = None
         for state in [self.registry.states[name] for name in work.refresh]:
@@ -374,11 +375,6 @@ class Preconditioner:
 
     def _interval(self, name: str) -> int:
         return self.hyperparameters.in_force(name, self.steps)
-
-    def _due(self) -> frozenset[str] | None:
-        """Return the layers whose slot to gather is the next step; ``None`` if none gathers."""
-        interval, late = self._interval("factor_update_steps"), bool(self.registry.late)
-        return self.schedule.gathers(self.steps, interval, late)
 
     def _aim(self) -> None:
         """Note which layers are late, and tell capture where to look for their calls.
@@ -393,16 +389,19 @@ class Preconditioner:
         self._choose()
 
     def _choose(self) -> None:
-        """Tell capture which layers gather in the next backward passes, and which rows."""
-        interval = self._interval("factor_update_steps")
-        fraction = self.hyperparameters.upcoming("statistics_fraction", self.steps)
-        # A layer gathers once in an interval, and early: each time it takes the next rows.
-        rounds = self.schedule.rounds_begun(self.steps, interval)
-        self.capture.sample = sampling.sample_of(fraction, rounds)
-        due, layers = self._due(), self.registry.layers
+        """Look up the next step's slot; tell capture which layers gather in it, and which rows."""
+        parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
+        gathering = parameters.in_force("factor_update_steps", number)
+        refreshing = parameters.in_force("inv_update_steps", number)
+        due = self.schedule.gathers(number, gathering, bool(self.registry.late))
+        self.slot = due, self.schedule.refreshes(number, gathering, refreshing)
         wanted: list[Layer] = []
         missing: list[Layer] = []
         if due is not None:
+            fraction = parameters.upcoming("statistics_fraction", number)
+            # A layer gathers once in an interval, and early: each time it takes the next rows.
+            rounds = self.schedule.rounds_begun(number, gathering)
+            self.capture.sample = sampling.sample_of(fraction, rounds)
             wanted = [*map(layers.__getitem__, due), *self.registry.late]
             missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
         # In a step that gathers nothing both are empty, so that hooks leave at once.
@@ -462,24 +461,23 @@ class Preconditioner:
         self.groups.facts = None
         facts = [*registry.placements.facts.values()]
         self.schedule = Schedule(facts, options.staggered, options.early)
-        # All entries of the optimizer's state share one count. They are to have views of the new
-        # stacks: publish them anew.
+        # All entries of the optimizer's state share one count; a new one says that they are to have
+        # views of the new stacks.
         self.step_count = torch.tensor(self.steps, device="cpu")
-        self.published.clear()
 
     # ---- loading ----
 
     def refuse(self, error: Exception) -> None:
         """Note an error of loading; if only some ranks have one, all raise in the next step."""
         if self.ranks.world > 1:
-            self._unsettled = [error]
+            self.unsettled = [error]
 
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
-        self._unsettled = [None] if self.ranks.world > 1 else []
-        if not self._unsettled:
+        self.unsettled = [None] if self.ranks.world > 1 else []
+        if not self.unsettled:
             self._ask_owners()
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
@@ -504,9 +502,9 @@ class Preconditioner:
 
         Return None if there is nothing to compare.
         """
-        if not self._unsettled:
+        if not self.unsettled:
             return None
-        (refused,) = self._unsettled
+        (refused,) = self.unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
@@ -517,7 +515,7 @@ class Preconditioner:
         self._forget(apart)
         own = self._common(groups) | self.options.described()
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
-        self._unsettled = [None]
+        self.unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
         lacks = self._lacks_half_products()
         absent, uneven, in_part, any_lacks = self.status.compare_loaded(lacks, momenta())
@@ -526,7 +524,7 @@ class Preconditioner:
             self.sums.drop(layer)
         self.rule.half_products = not any_lacks
         self._aim()
-        self._unsettled = []
+        self.unsettled = []
         return uneven
 
     def discard(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.kronecker import least
 from ..linalg.precision import full_precision
-from ..plan.routes import grouped
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
 from .group import Group, Key, Side, StackKey, common_or_each, per_block, sent
@@ -35,10 +35,13 @@ def update(
     ``scale_free``: each step's G enters divided by its mean eigenvalue, since a loss scale may
     change.
     """
-    owned = [(x, side) for group in groups for side in group.sides for x in side.owned]
-    updated = [(x, side) for x, side in owned if (x, side.name) in sums]
+    updated: dict[Any, list[tuple[Layer, Side]]] = {}  # by device and dtype
+    for side in [side for group in groups for side in group.sides]:
+        own = [(layer, side) for layer in side.owned if (layer, side.name) in sums]
+        if own:
+            updated.setdefault(side.key[2:], []).extend(own)
     with full_precision(), stage("average"):
-        for factors in grouped(updated, lambda x: x[1].key[2:]).values():
+        for factors in updated.values():
             values = [sums[layer, side.name] for layer, side in factors]
             _update(factors, values, agreed, decay_of, scale_free)
 

@@ -45,9 +45,6 @@ class Region(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
-
     def of_each(self, count: int, apart: int, start: int) -> Region:
         """Return the view of ``count`` tensors that lie ``apart``, from ``start`` on."""
         return Region((count, *self.size), (apart, *self.stride), self.offset + start)
@@ -266,15 +263,18 @@ class Group:
         """Return stacks of this name as ``[k, g, a]``; zeros for what has no place."""
         make = torch.empty if self._is_full else torch.zeros
         matrices = make(self.shape, dtype=self.dtype, device=self.device)
-        for stack, here, there in self.places:
-            there.of(matrices).copy_(here.of(getattr(stack, name)))
+        for stack, (size, stride, start), (to_size, to_stride, to_start) in self.places:
+            part = getattr(stack, name).as_strided(size, stride, start)
+            matrices.as_strided(to_size, to_stride, to_start).copy_(part)
         return matrices
 
     def deliver(self, matrices: Tensor) -> None:
         """Write new gradients, ``[k, g, a]``, into the buffers of the stacks."""
         matrices = matrices.contiguous()
-        for stack, here, there in self.places:
-            here.of(stack.buffer).copy_(there.of(matrices))
+        first = matrices.storage_offset()
+        for stack, (to_size, to_stride, to_start), (size, stride, start) in self.places:
+            part = matrices.as_strided(size, stride, first + start)
+            stack.buffer.as_strided(to_size, to_stride, to_start).copy_(part)
 
 
 def _view(tensor: Tensor) -> Region:

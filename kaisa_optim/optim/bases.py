@@ -49,6 +49,7 @@ class BaseStep:
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
+    limits = False  # the base limits gradients of all parameters together
     counts = False  # entries have a count of steps, on all ranks
     idle: Any = ()  # the settings of a parameter without a gradient
 
@@ -184,7 +185,7 @@ class BaseStep:
         return BaseNumbers(self._rates(), settings, None if present is None else [*present, False])
 
     def _rates(self) -> list[Any]:
-        rates = [rate_of(group) for group in self.groups]
+        rates = [1.0 if group.get("lr") is None else group["lr"] for group in self.groups]
         host = [isinstance(x, Tensor) and x.device.type == "cpu" for x in rates]
         return [float(x) if on_host else x for x, on_host in zip(rates, host, strict=True)] + [0.0]
 
@@ -306,6 +307,7 @@ def _adam_settings(group: Group, count: float) -> AdamSettings:
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
 
+    limits = True
     counts = False
 
     def limited(self) -> Pairs:

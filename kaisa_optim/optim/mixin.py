@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -104,18 +105,21 @@ class KFACMixin(Optimizer):
                 loss = closure()
         notices.refuse_step(self.preconditioner)
         # Some users call step() under autocast, which is for the model's passes.
-        with precision.without_autocast(self.device.type):
-            self._settle_load()
-            kfac = self.preconditioner
-            base = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
-            with gradients_of(base.limited()):
+        kfac, autocast = self.preconditioner, torch._C._is_any_autocast_enabled()
+        with precision.without_autocast(self.device.type) if autocast else nullcontext():
+            if kfac.unsettled:
+                self._settle_load()
+            kind = bases.RawStep if kfac.rule.length is None else self._step_of_base
+            base = kind(self)
+            limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
+            with gradients_of(base.limited()) if limits else nullcontext():
                 kfac.step(self.param_groups, base)
         if kfac.work.exchanges or kfac.groups.compilations != self._published:
             checkpoint.publish(kfac, self.state)
             self._published = kfac.groups.compilations
+            self._notices.look(kfac)
         kfac.groups.held = base.held(kfac.groups.plan)
         self._consolidated = None
-        self._notices.look(self.preconditioner)
         return loss
 
     def base_step(self) -> None:

@@ -159,11 +159,6 @@ class StepPlan:
     again: frozenset[str] = frozenset()  # those of them whose last refresh failed
     precondition: tuple[str, ...] = ()  # layers with a state
 
-    @property
-    def changes_factors(self) -> bool:
-        """Return whether some average or state changes; in most steps none does."""
-        return bool(self.average or self.refresh)
-
 
 def plan_step(
     number: int,

@@ -819,7 +819,7 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
         opt.zero_grad()
         train(net)
         opt.step()
-        assert set(opt.preconditioner.plan.average) == set(names)
+        assert set(opt.preconditioner.work.average) == set(names)
         for name in names:
             assert_factors(opt, name, wanted[name])
 

@@ -302,7 +302,7 @@ def test_an_unfrozen_layer_gathers_in_the_next_step_that_does(alone, rule):
         }
         assert i != 20 or seen == ({"1"} if alone else {"0", "1"})
         opt.step()
-        assert ("1" in opt.preconditioner.plan.average) == (i == 20)
+        assert ("1" in opt.preconditioner.work.average) == (i == 20)
     assert opt.preconditioner.factors("1")[0].abs().sum() > 0
 
 

@@ -39,9 +39,9 @@ def passes(cls: Any, first: int, parts: int, alone: str, steps: int) -> tuple[An
         if ranks > 1:
             average(p for n, p in model.named_parameters() if used or "branch" not in n)
         opt.step()
-        if "branch" in opt.preconditioner.plan.average:
+        if "branch" in opt.preconditioner.work.average:
             gathered.append(step)
-            assert "branch" in opt.preconditioner.plan.refresh or len(gathered) > 1
+            assert "branch" in opt.preconditioner.work.refresh or len(gathered) > 1
         has_state = opt.preconditioner.registry.states["branch"].has_state
         assert has_state == bool(gathered)
     return values(model), gathered
@@ -110,8 +110,8 @@ def lives(cls: Any, name: str) -> list[tuple[bool, bool, bool]]:
         before, sums = kfac.ranks.received["status"], kfac.memory_usage()["pending"] > 0
         opt.step()
         exchanges = kfac.ranks.received["status"] > before
-        assert exchanges == (kfac.plan.exchanges and dist.is_initialized())
-        lived.append((kfac.plan.exchanges, sums, kfac.plan.changes_factors))
+        assert exchanges == (kfac.work.exchanges and dist.is_initialized())
+        lived.append((kfac.work.exchanges, sums, bool(kfac.work.average or kfac.work.refresh)))
     return lived[51:]
 
 

@@ -660,7 +660,7 @@ def test_a_layer_used_for_the_first_time_is_refreshed_in_the_next_step_that_gath
     assert ready(opt) == {"parts.0", "parts.1", "parts.2"}
     model.used = range(4)
     train(model, opt, [2, 3])
-    assert "parts.3" not in ready(opt) and not opt.preconditioner.plan.exchanges
+    assert "parts.3" not in ready(opt) and not opt.preconditioner.work.exchanges
     train(model, opt, [4])
     assert "parts.3" in ready(opt)
 
