@@ -29,7 +29,6 @@ class ForwardPass:
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
-        self.reached: int | None = None  # the last backward pass that trains and came here
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.number = next(NUMBERS)
         self.thread = threading.get_ident()

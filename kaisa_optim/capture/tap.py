@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -12,11 +11,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..comm.sharding import gathered_in, is_sharded
-from ..layers import Layer, Moments
-from ..layers.sampling import WHOLE, Part
+from ..layers import Layer, Moments, PassSettings
+from ..layers.sampling import Part
 from .forward_pass import ForwardPass
 
-Covers = tuple[bool, bool]
 # Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
 top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
@@ -35,13 +33,13 @@ class Tap(torch.autograd.Function):
         ctx: Any,
         output: Tensor,
         x: Tensor | None,
-        record: Any,
+        call: Call | None,  # None: the tap is idle
         probe: Tensor | None,
         unseen: bool,
     ) -> Tensor:
         # Saved through autograd, so that checkpointing and offloading treat it as their own.
         ctx.save_for_backward(x)
-        ctx.record = record
+        ctx.call = call
         if unseen and type(output) is Tensor and output._is_view():
             return torch.ops.aten._unsafe_view(output, output.shape)
         ctx.mark_dirty(output)
@@ -51,51 +49,46 @@ class Tap(torch.autograd.Function):
     @torch.compiler.disable  # for compiled functions that run the backward pass
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        if ctx.record is not None:
-            ctx.record(x, grad)
+        if ctx.call is not None:
+            ctx.call.capture.record(ctx.call, x, grad)
         return grad, None, None, None, None
 
 
-@dataclasses.dataclass(eq=False)
-class Drawn:
-    """The moments of drawn gradients of one call, until the training pass takes them."""
+class Call(PassSettings):
+    """One call of a layer in a forward pass, as its backward pass has to know it.
 
-    moments: Moments | None = None
-    ever: bool = False
+    The forward decides what is gathered: the task of the layer may be another one by then.
+    """
 
-    def add(self, moments: Moments) -> None:
-        if self.moments is not None:
-            moments = self.moments._replace(g=self.moments.g + moments.g)
-        self.moments, self.ever = moments, True
+    __slots__ = (
+        *("anchor", "capture", "covers", "drawn", "forward_pass", "layer", "moments"),
+        *("outer", "own", "task"),
+    )
 
-    def take(self) -> Moments | None:
-        """Return the moments once: a second training pass through the same graph adds nothing."""
-        moments, self.moments = self.moments, None
-        return moments
-
-
-@dataclasses.dataclass(eq=False)
-class Call:
-    """One call of a layer in a forward pass, as its backward pass has to know it."""
-
-    layer: Layer
-    forward_pass: ForwardPass
-    covers: Covers
-    blocks: slice
-    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if one does
-    part: Part = WHOLE
-    gathers: bool = False
-    drawn: Drawn = dataclasses.field(default_factory=Drawn)
-
-    def __post_init__(self) -> None:
-        own = self.layer.weight if self.covers[0] else self.layer.bias
+    def __init__(
+        self,
+        capture: Any,  # the Capture that the backward pass reports to
+        layer: Layer,
+        forward_pass: ForwardPass,
+        covers: tuple[bool, bool],
+        blocks: slice,
+        outer: int | None,  # the backward pass that a reentrant checkpoint runs this in, if any
+        task: int,
+    ) -> None:
+        own = layer.weight if covers[0] else layer.bias
         assert own is not None
+        super().__init__(capture.reduce, torch.promote_types(own.dtype, torch.float32), blocks)
+        self.capture, self.layer, self.forward_pass = capture, layer, forward_pass
+        self.covers, self.outer, self.task = covers, outer, task
+        # Moments of drawn gradients, until the training pass takes them, and whether there were any
+        self.moments: Moments | None = None
+        self.drawn = False
         # The parameter that its gradients go to, and that parameter or the sharded one that it
         # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
         self.anchor: Tensor = own
         self.own: Tensor = own
         if is_sharded(own):
-            whole = gathered_in(self.layer.module, self.layer.names[not self.covers[0]], own)
+            whole = gathered_in(layer.module, layer.names[not covers[0]], own)
             assert whole is not None
             self.anchor = whole
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..layers import Layer
+from ..layers import COMPARE, Layer
 from .forward_pass import ForwardPass, graph_task
 from .tap import Call, FirstError, accumulates_into
 
@@ -97,24 +97,23 @@ class Witness:
         self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
         # By layer and backward pass: calls (None: kinds do not tell), and gradients of biases.
         self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}
-        self._compared: dict[Layer, ForwardPass] = {}
         self._of_bias: dict[tuple[Layer, int | None], Tensor] = {}
 
-    def watches(self, call: Layer, forward_pass: ForwardPass, weight: Tensor) -> bool:
+    def watches(self, call: Call) -> bool:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
-        layer, known = call.primary, self._known.setdefault(call.primary, set())
-        self._calls[forward_pass, layer] += 1
-        number = self._calls[forward_pass, layer]
+        layer, weight = call.layer.primary, call.anchor
+        known = self._known.setdefault(layer, set())
+        self._calls[call.forward_pass, layer] += 1
+        number = self._calls[call.forward_pass, layer]
         self._gathered[layer] += number == 1
         count = self._gathered[layer]
         again = number == 1 and not count & (count - 1) and weight.device.type in _WITHOUT_WAITING
-        if again or (type(call), number) not in known:
-            known.add((type(call), number))
-            if layer not in self.due:
+        if again or (type(call.layer), number) not in known:
+            known.add((type(call.layer), number))
+            if call.task < COMPARE:
                 self._later.add(layer)  # earlier calls of this pass were not kept whole
         # A rank's shard of a weight has no gradient of its own calls.
-        compares = self._compares(layer, forward_pass)
-        if not compares or is_sharded(weight) or not weight.is_leaf:
+        if call.task < COMPARE or is_sharded(weight) or not weight.is_leaf:
             return False
         if graph_task() is not None and (layer, 0) not in self._waiting:
             # A reentrant checkpoint: other gradients of this pass may have come before.
@@ -123,16 +122,13 @@ class Witness:
         self._wait_for(layer, weight)
         return True
 
-    def _compares(self, layer: Layer, forward_pass: ForwardPass) -> bool:
-        """Return whether to compare a layer; all parts of a pass that checkpoints part are."""
-        return layer in self.due or self._compared.get(layer) is forward_pass
-
-    def starts(self, *gathering: Collection[Layer]) -> None:
-        """Wait from the beginning of a pass for gradients of layers that a checkpoint runs."""
-        for layer in self._early & self.due:
-            weight, gathers = layer.weight, any([layer in layers for layers in gathering])
-            if gathers and weight is not None and layer.covers_now()[0] and not is_sharded(weight):
-                self._wait_for(layer, weight)
+    def arm(self, gathering: Collection[Layer]) -> None:
+        """Write who is compared; gradients of layers that a checkpoint runs may come early."""
+        for layer in self.due.intersection(gathering):
+            layer.task = COMPARE
+            if layer in self._early and layer.covers_now()[0] and not is_sharded(layer.weight):
+                assert layer.weight is not None
+                self._wait_for(layer, layer.weight)
 
     def _wait_for(self, layer: Layer, weight: Tensor) -> None:
         for part, parameter in enumerate((weight, layer.bias)):
@@ -145,14 +141,11 @@ class Witness:
     def add(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         """Add the rows of a call to those of its backward pass."""
         layer = call.layer.primary
-        if (layer, 0) not in self._waiting:
+        if not call.covers[0] or (layer, 0) not in self._waiting:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            compares = self._compares(layer, call.forward_pass)
-            self._seen[key] = _Seen(layer, call.anchor) if compares else None
-            if compares:
-                self._compared[layer] = call.forward_pass
+            self._seen[key] = _Seen(layer, call.anchor)
         seen = self._seen[key]
         if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
             self._results.setdefault(layer, []).append((torch.ones(()), None))
@@ -214,7 +207,6 @@ class Witness:
         self._waiting.clear()
         self._calls.clear()
         self._seen.clear()
-        self._compared.clear()
         return again
 
     @property

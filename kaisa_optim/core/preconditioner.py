@@ -193,6 +193,7 @@ class Preconditioner:
         if agreed is None:
             # The step does not count. The base must not begin moments that K-FAC keeps.
             self.capture.reset()
+            self._choose()
             if base is None:
                 return {}
             base.open(*self.exchange.stepped(all_layers=True))
@@ -237,7 +238,7 @@ class Preconditioner:
         One process also looks at its sums; several ranks must know the answer without asking.
         """
         capture = self.capture
-        alone = self.ranks.world == 1 and (self.sums.of_layer or capture.draws)
+        alone = self.ranks.world == 1 and (self.sums.passes or capture.draws)
         if alone or capture.wanted:
             return True
         return any([not x.has_average and x.waits for x in self.registry.states.values()])
@@ -345,13 +346,15 @@ class Preconditioner:
         fraction = self.hyperparameters.upcoming("statistics_fraction", self.steps)
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         rounds = self.schedule.rounds_begun(self.steps, interval)
-        self.capture.sample = sampling.sample_of(fraction, rounds)
         due, states = self.schedule.gathers(self.steps, interval), self.registry.states
         # Leave out layers without a pass for long: else ranks might exchange in every step.
         limit = _GIVEN_UP * interval
-        self.capture.wanted = frozenset(
-            [x for x in self.registry.active if x.name in due or 0 < states[x.name].missed < limit]
-        )
+        active, layers = self.registry.active, self.registry.layers.values()
+        gathering = [x for x in active if x.name in due or 0 < states[x.name].missed < limit]
+        # Layers without an average gather in any pass.
+        without = [x for x in layers if not states[x.name].has_average]
+        missing = [x for x in without if states[x.name].waits]
+        self.capture.arm(gathering, missing, sampling.sample_of(fraction, rounds))
 
     # ---- values that must be alike on all ranks ----
 
@@ -376,7 +379,7 @@ class Preconditioner:
         described = self._common(groups) | self.options.described()
         found = self.status.cover(groups, described, self._identity, first=not self._is_built)
         registry.rebuild(found, groups)
-        for layer in self.sums.of_layer.keys() - set(registry.layers.values()):
+        for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         former = self.capture if self._is_built else None
         if former is not None:
@@ -401,7 +404,6 @@ class Preconditioner:
     def reset(self, layer: Layer) -> None:
         """Forget a layer's factors: they are estimated anew when the layer is next used."""
         self.registry.states[layer.name].reset()
-        self.capture.missing.add(layer)
 
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
@@ -480,17 +482,15 @@ class Preconditioner:
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
         self.capture.break_off()
-        if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
+        if self.sums.passes:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
         self.sums.clear()
 
 
 def name_unseen(capture: Capture, registry: Registry) -> None:
-    """Tell capture which layers lack an average: an exchange, a load or a reset changes them."""
+    """Tell capture which layers were never seen: an exchange, a load or a reset changes them."""
     layers, states = registry.layers.values(), registry.states
-    without = [x for x in layers if not states[x.name].has_average]
-    capture.missing = {x for x in without if states[x.name].waits}
-    unseen = [x for x in without if x in capture.missing and states[x.name].unseen]
+    unseen = [x for x in layers if states[x.name].waits and states[x.name].unseen]
     capture.look_around(coverage.unwrapped(registry.model), unseen)
 
 

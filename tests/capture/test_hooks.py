@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.capture.hooks import Capture
 from tests.capture.test_capture import assert_same, clean_run, fit, loss_of, mlp
+from tests.capture.test_tap import nodes_of
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
 from tests.support.watch import (
@@ -305,29 +305,21 @@ def test_an_unfrozen_layer_gathers_in_its_next_pass(alone, rule):
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_layers_that_do_not_gather_are_watched_where_k_counts_their_passes(monkeypatch, counts):
-    """Directions need no K: their layers are left alone."""
+def test_layers_that_do_not_gather_are_tapped_where_k_counts_their_passes(counts):
+    """Directions need no K: their layers are left alone, and all are where nothing gathers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-    options = EIGEN if counts else {}
-    opt = KFACSGD(model, lr=0.1, **{**options, "factor_update_steps": 4, "staggered": True})
-    watched = []
-    real = Capture._watch
-
-    def watch(capture: Capture, call: Any, output: Tensor) -> None:
-        watched.append(call.layer.name)
-        real(capture, call, output)
-
-    monkeypatch.setattr(Capture, "_watch", watch)
-    for step in range(11):
-        watched.clear()
+    options = {**(EIGEN if counts else {}), "factor_update_steps": 6, "staggered": True}
+    opt = KFACSGD(model, lr=0.1, **options)
+    for step in range(14):
         opt.zero_grad()
-        model(normal(5, 4, seed=step)).square().mean().backward()
-        gathers = {x.name for x in opt.preconditioner.capture.wanted}
-        if step > 4 and len(gathers) < 4:
-            assert gathers
-            assert watched == (sorted({*"0123"} - gathers) if counts else [])
-            assert opt.preconditioner.sums.terms() == 5
+        out = model(normal(5, 4, seed=step))
+        taps = nodes_of(out)["TapBackward"]
+        out.square().mean().backward()
+        gathers = gathering(opt)
+        if step > 6:
+            assert taps == (4 if gathers and counts else len(gathers))
+            assert opt.preconditioner.sums.terms() == (5 if gathers else 0)
         opt.step()
 
 

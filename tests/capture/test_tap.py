@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -66,14 +67,14 @@ def test_in_place_activations_after_every_kind(make, x):
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
 
 
-def nodes_of(out: Tensor) -> set[str]:
-    """Return the kinds of all nodes of an output's graph."""
-    found, queue = set(), [out.grad_fn]
+def nodes_of(out: Tensor) -> Counter[str]:
+    """Return how many nodes of each kind an output's graph has."""
+    nodes, queue = set(), [out.grad_fn]
     while queue:
         node = queue.pop()
-        found.add(type(node).__name__)
-        queue += [after for after, _ in node.next_functions if after is not None]
-    return found
+        nodes.add(node)
+        queue += [x for x, _ in node.next_functions if x is not None and x not in nodes]
+    return Counter(type(node).__name__ for node in nodes)
 
 
 @pytest.mark.skipif(top_hooks is None, reason="torch 2.6 can't walk past such functions")

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACAdam
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.capture.uses import Uses
 from kaisa_optim.layers import Layer, WatchMode, watch
 from kaisa_optim.layers.linear import LinearLayer
 from tests.layers.test_uses import Body, loss_of
@@ -266,7 +265,7 @@ TAP, ROWS, PICKED = Capture._tap, LinearLayer.input_rows, WatchMode.rows
 FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, str, Any]] = {
     "a call counts twice": (Again, Capture, "_tap", _twice),
     "rows are read wrongly": (Again, LinearLayer, "input_rows", _flipped),
-    "a second use is not seen": (Again, Uses, "takes", lambda *_: False),
+    "a second use is not seen": (Again, Capture, "takes", lambda *_: False),
     "a padding has rows": (_by_use(_padded), WatchMode, "rows", _without_padding),
     "rows are divided by counts": (
         _by_use(_by_counts),
