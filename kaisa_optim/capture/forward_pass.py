@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode
 
@@ -20,6 +21,8 @@ from ..layers import Layer
 
 # The number that autograd gives the next node that this thread makes.
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
 
 
@@ -29,6 +32,7 @@ class ForwardPass:
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
+        self.calls: Counter[Layer] = Counter()  # those that gather
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.number = next(NUMBERS)
         self.thread = threading.get_ident()
@@ -59,8 +63,6 @@ class ForwardPass:
 
 
 def _has_examples(value: Any) -> bool:
-    if isinstance(value, PackedSequence):
-        return True
     tensor = first_tensor(value)
     return tensor is not None and tensor.dim() > 0
 
@@ -211,3 +213,31 @@ def graph_task() -> int | None:
     """Return the number of this thread's backward pass; numbers are never used again."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def is_transformed() -> bool:
+    """Return whether a torch.func transform runs, or a trace for TorchScript."""
+    return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()
+
+
+def is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint's forward or recomputation runs.
+
+    Both runs must save the same tensors, though other layers may gather by then: under a
+    checkpoint every output is tapped, and the record of the first forward decides.
+    """
+    if top_hooks is None:
+        return True  # torch 2.6 does not tell; an idle tap holds nothing of its own
+    hooks = top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def accumulates_into(parameter: Tensor) -> bool:
+    """Return whether the running backward pass will add to ``parameter.grad``."""
+    if not parameter.requires_grad:
+        return False  # frozen since the forward
+    node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # autograd.grad with the parameter among its inputs: it returns, adds nothing

@@ -15,18 +15,20 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
-from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, Scope, Shared, WatchMode
-from ..layers.sampling import WHOLE, Sample
+from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, PassSettings, Scope, Shared, WatchMode
+from ..layers.sampling import WHOLE, Part, Sample
 from ..linalg.moments import unit_of
 from ..linalg.precision import full_precision, without_autocast
 from ..stages import stage
@@ -34,27 +36,106 @@ from .forward_pass import (
     NUMBERS,
     ForwardPass,
     ForwardPasses,
+    accumulates_into,
     first_tensor,
     graph_task,
-    running_modules,
-)
-from .tap import (
-    Call,
-    FirstError,
-    Tap,
-    accumulates_into,
-    as_used,
-    check_layout,
-    has_tangent,
     is_checkpointed,
-    is_substituted,
     is_transformed,
+    running_modules,
     top_hooks,
 )
-from .witness import Witness
+from .witness import FirstError, Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a layer's output, which in-place activations may follow.
+
+    The output is marked as changed in place, so that activations may change it. For a view,
+    autograd would then copy the gradient three times: if nothing else can see the view, a new
+    tensor is returned. There is no setup_context, since torch would look up its signature in every
+    call. Torch's transforms need one, so that nothing is tapped under them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        x: Tensor | None,
+        call: Call | None,  # None: the tap is idle
+        probe: Tensor | None,
+        unseen: bool,
+    ) -> Tensor:
+        # Saved through autograd, so that checkpointing and offloading treat it as their own.
+        ctx.save_for_backward(x)
+        ctx.call = call
+        if unseen and type(output) is Tensor and output._is_view():
+            return torch.ops.aten._unsafe_view(output, output.shape)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @torch.compiler.disable  # for compiled functions that run the backward pass
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if ctx.call is not None:
+            ctx.call.capture.record(ctx.call, x, grad)
+        return grad, None, None, None, None
+
+
+class Call(PassSettings):
+    """One call of a layer in a forward pass, as its backward pass has to know it.
+
+    The forward decides what is gathered: the task of the layer may be another one by then.
+    """
+
+    __slots__ = (
+        *("anchor", "capture", "covers", "drawn", "forward_pass"),
+        *("layer", "moments", "outer", "own", "task"),
+    )
+
+    def __init__(
+        self,
+        capture: Capture,
+        layer: Layer,
+        forward_pass: ForwardPass,
+        covers: tuple[bool, bool],
+        blocks: slice,
+        outer: int | None,  # the backward pass that a reentrant checkpoint runs this in, if any
+        task: int,
+    ) -> None:
+        own = layer.weight if covers[0] else layer.bias
+        assert own is not None
+        super().__init__(capture.reduce, torch.promote_types(own.dtype, torch.float32), blocks)
+        self.capture, self.layer, self.forward_pass = capture, layer, forward_pass
+        self.covers, self.outer, self.task = covers, outer, task
+        # Moments of drawn gradients, until the training pass takes them, and whether there were any
+        self.moments: Moments | None = None
+        self.drawn = False
+        # The parameter that its gradients go to, and that parameter or the sharded one that it
+        # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
+        name = layer.names[not covers[0]]
+        anchor = gathered_in(layer.module, name, own) if is_sharded(own) else own
+        assert anchor is not None
+        self.anchor: Tensor = anchor
+        self.own: Tensor = own
+
+
+def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
+    """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
+
+    Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
+    tensor in its place: later operations may then change the input in place.
+    """
+    device, dtype = x.device.type, x.dtype
+    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+    if cast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif not layer.keeps_another:
+        return x
+    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
 
 
 class _Hook:
@@ -140,12 +221,12 @@ class Capture:
         self.arm((), (), None)
         self.was_paused = False  # since the last reset
         self.backwards = 0  # calls since the last reset that a pass reached and trained
-        self.draws = 0  # calls of draw since the last reset
+        self.draws = 0  # calls of fisher.draw since the last reset
         self.tapped = False  # whether a pass since the last reset may gather
         self.ran = False  # whether the model ran since the last reset, in a pass that may train
-        self._drawing: dict[Call, Moments] | None = None
+        self.drawing: dict[Call, Moments] | None = None  # while fisher draws
         # An input of every tap that gathers: a derivative by it runs taps, but no parameter's node.
-        self._probe = torch.empty(0, requires_grad=True, device="cpu")
+        self.probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
         self._looked: int | None = None  # the backward pass that last looked for all gradients
         self._passes = ForwardPasses()
@@ -268,41 +349,6 @@ class Capture:
         finally:
             self._passes.paused -= 1
 
-    # ---- drawn gradients ----
-
-    @property
-    def due(self) -> bool:
-        """True if layers gather in this step; a checkpoint may have kept them from being tapped."""
-        return self.gathers or self.tapped
-
-    def draw(
-        self,
-        outputs: Tensor,
-        gradients: Tensor,
-        scale_of: Callable[[Iterable[ForwardPass]], float],
-    ) -> None:
-        """Send drawn gradients of the outputs back to the layers that gather.
-
-        Their G, times ``scale_of`` the forward passes that they went through, replaces the G of the
-        training pass to come. No parameter receives a gradient.
-        """
-        self.draws += 1
-        drawing: dict[Call, Moments] = {}
-        self._drawing = drawing
-        try:
-            torch.autograd.grad(
-                outputs, self._probe, gradients, retain_graph=True, allow_unused=True
-            )
-        finally:
-            self._drawing = None
-        if drawing:
-            scale = scale_of({call.forward_pass for call in drawing})
-            torch._foreach_mul_([moments.g for moments in drawing.values()], scale)
-        for call, moments in drawing.items():
-            if call.moments is not None:
-                moments = moments._replace(g=call.moments.g + moments.g)
-            call.moments, call.drawn = moments, True
-
     # ---- the model's forward pass ----
 
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -415,7 +461,15 @@ class Capture:
             self._follow_changes()
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return None
-        if is_substituted(module, layer):
+        # functional_call or a later parametrization may stand in for the weight.
+        weight = layer.weight
+        if weight is not None and is_sharded(weight):
+            substituted = gathered_in(module, layer.names[0], weight) is None
+        elif "weight" in module._parameters:
+            substituted = module._parameters["weight"] is not weight
+        else:
+            substituted = is_parametrized(module, "weight")
+        if substituted:
             return None
         x = args[0] if args else first_tensor(kwargs)
         return None if x is None else self._tap(layer, output, x)
@@ -430,7 +484,10 @@ class Capture:
         # Under a checkpoint every output is tapped: its forward and its recomputation, in which
         # other layers may gather, must save the same tensors.
         leaves = task == LEAVE and not checkpointed
-        if not trains or leaves or is_transformed() or has_tangent(output):
+        if not trains or leaves or is_transformed():
+            return output
+        # Forward-mode differentiation knows no rule for a tap.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(output).tangent is not None:
             return output
         call, part, gathers, whole = None, WHOLE, task >= GATHER, checkpointed
         if task:
@@ -440,15 +497,21 @@ class Capture:
             part = call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)
             self.tapped = True
-            if covers[0] and layer.reads_dense_only:
-                check_layout(layer, x)
+            dense = not x.is_nested and x.layout is torch.strided
+            if covers[0] and layer.reads_dense_only and not dense:
+                kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+                raise TypeError(
+                    f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
+                    "not read; give it a padded or dense one, or build the optimizer with "
+                    f"skip_layers=[{layer.name!r}]"
+                )
         keeps = covers[0] and (gathers or checkpointed)
         held = as_used(layer, x, WHOLE if whole else part) if keeps else None
         # The mark would raise the output's version, and a selective checkpoint that keeps the
         # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
-            probe = self._probe if gathers else None
+            probe = self.probe if gathers else None
             return Tap.apply(output, held, call, probe, layer.unseen_output)
 
     # ---- the backward pass ----
@@ -456,7 +519,7 @@ class Capture:
     def record(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         """Take the gradient that a backward pass brings to a call's output."""
         with self.errors:
-            drawing = self._drawing
+            drawing = self.drawing
             if drawing is None and not accumulates_into(call.anchor):
                 return
             layer, covers, device = call.layer, call.covers, grad.device.type

@@ -13,15 +13,17 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
 from ..layers import COMPARE, Layer
-from .forward_pass import ForwardPass, graph_task
-from .tap import Call, FirstError, accumulates_into
+from .forward_pass import accumulates_into, graph_task
+
+if TYPE_CHECKING:
+    from .hooks import Call
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -76,6 +78,26 @@ class _Seen:
         return torch.where(rest <= self.rounding[part], none, share)
 
 
+class FirstError:
+    """Holds the first error of a block until the step asks for it.
+
+    If a rank raised an error of its backward pass alone, the others would wait.
+    """
+
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds  # else the error is raised at once
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not self._holds or not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
+
+
 class Witness:
     """Compares gradients with the calls that made them; results wait on the device."""
 
@@ -94,7 +116,6 @@ class Witness:
         self._results: dict[Layer, list[tuple[Tensor, Any]]] = {}
         self._known: dict[Layer, set[tuple[type, int]]] = {}  # kinds of calls, numbered in a pass
         self._gathered: Counter[Layer] = Counter()  # passes in which the layer gathered
-        self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
         # By layer and backward pass: calls (None: kinds do not tell), and gradients of biases.
         self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}
         self._of_bias: dict[tuple[Layer, int | None], Tensor] = {}
@@ -103,8 +124,8 @@ class Witness:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
         layer, weight = call.layer.primary, call.anchor
         known = self._known.setdefault(layer, set())
-        self._calls[call.forward_pass, layer] += 1
-        number = self._calls[call.forward_pass, layer]
+        call.forward_pass.calls[layer] += 1
+        number = call.forward_pass.calls[layer]
         self._gathered[layer] += number == 1
         count = self._gathered[layer]
         again = number == 1 and not count & (count - 1) and weight.device.type in _WITHOUT_WAITING
@@ -205,7 +226,6 @@ class Witness:
         while self.handles:  # the layer may not gather in the next step
             self.handles.pop().remove()
         self._waiting.clear()
-        self._calls.clear()
         self._seen.clear()
         return again
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.capture.forward_pass import accumulates_into
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.capture.tap import accumulates_into
 from kaisa_optim.layers import GATHER, Layer, watch
 from tests.support.programs import Program, Rows
 

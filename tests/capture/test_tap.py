@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from kaisa_optim import Layer, register_layer
-from kaisa_optim.capture.tap import top_hooks
+from kaisa_optim.capture.forward_pass import top_hooks
 from tests.capture.test_capture import assert_same, clean_run, convnet, fit, loss_of, mlp
 from tests.support.watch import (
     Watch,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.capture.tap import top_hooks
+from kaisa_optim.capture.forward_pass import top_hooks
 from kaisa_optim.layers import GATHER
 from kaisa_optim.layers.sampling import WHOLE, sample_of
 from tests.layers.cases import loss_of, normal, tokens
