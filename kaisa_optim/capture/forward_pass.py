@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode
@@ -95,12 +95,7 @@ def first_tensor(value: Any) -> Tensor | None:
     return first
 
 
-def running_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose calls run, from the innermost outwards."""
-    return (call["self"] for call in _running_calls())
-
-
-def _running_calls() -> Iterator[dict[str, Any]]:
+def running_calls() -> Iterator[dict[str, Any]]:
     """Yield the local variables of the calls of modules, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -130,8 +125,7 @@ class ForwardPasses:
         forward_pass = self.calls[-1] if self.calls else None
         if forward_pass is None and counts:
             self.close_loose()
-            batch = _batch(args, kwargs)
-            forward_pass = ForwardPass(batch, paused=self.paused > 0)
+            forward_pass = ForwardPass(_batch(args, kwargs), paused=self.paused > 0)
             self._recent.append(forward_pass)
         self.calls.append(forward_pass)
 
@@ -196,7 +190,7 @@ class ForwardPasses:
         return self._loose
 
     def _begin_loose(self, layer: Layer, x: Tensor) -> ForwardPass:
-        batches = (_batch(call["args"], call["kwargs"]) for call in _running_calls())
+        batches = (_batch(call["args"], call["kwargs"]) for call in running_calls())
         *_, batch = (x, *filter(_has_examples, batches))
         return ForwardPass(batch, paused=self.paused > 0, first=layer)
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
-from torch.overrides import TorchFunctionMode
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
@@ -41,7 +40,7 @@ from .forward_pass import (
     graph_task,
     is_checkpointed,
     is_transformed,
-    running_modules,
+    running_calls,
     top_hooks,
 )
 from .witness import FirstError, Witness
@@ -284,24 +283,21 @@ class Capture:
         ``sample`` are the rows that are read; None: all rows.
         """
         self.wanted, self._missing, self.sample = frozenset(gathering), missing, sample
-        self._arm()
-
-    def _arm(self) -> None:
         self._requiring = _flags(self._layers)
         # A layer that was frozen or unfrozen since gathers anew.
         changed = [x for x in self._layers if [*map(_requires_grad, x.trainable)] != x.flags]
-        trains = [x for x in (*self._missing, *changed) if any(x.covers_now())]
-        gathering = self.wanted.union(trains)
-        self.gathers = bool(gathering)  # whether any layer does
-        idle = COUNT if gathering and self._counts else LEAVE
+        trains = [x for x in (*missing, *changed) if any(x.covers_now())]
+        due = self.wanted.union(trains)
+        self.gathers = bool(due)  # whether any layer does
+        idle = COUNT if due and self._counts else LEAVE
         for layer in self._layers:
-            layer.task = GATHER if layer in gathering else idle
-        self.witness.arm(gathering)
+            layer.task = GATHER if layer in due else idle
+        self.witness.arm(due)
 
     def _follow_changes(self) -> None:
         """Arm anew if a parameter was frozen or unfrozen since."""
         if _flags(self._layers) != self._requiring:
-            self._arm()
+            self.arm(self.wanted, self._missing, self.sample)
 
     def compared(self) -> bool:
         """Read what was compared since the last step; return whether a layer has to be named.
@@ -378,10 +374,8 @@ class Capture:
         return any([layer.task for layer in layers]) or is_checkpointed()
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
-        mode: TorchFunctionMode | None = None
-        if self._sees(layers):
-            mode = layers[0].interceptor(layers, self._tap)
-            assert mode is not None
+        mode = layers[0].interceptor(layers, self._tap) if self._sees(layers) else None
+        if mode is not None:
             mode.__enter__()
         self._passes.modes.append(mode)
 
@@ -403,7 +397,7 @@ class Capture:
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
-        self._noted[layer, next(running_modules())] = None
+        self._noted[layer, next(running_calls())["self"]] = None
 
     def _watch_at(self, layer: Layer, module: nn.Module) -> None:
         """Watch a layer's calls in a module, if they are not watched yet."""
@@ -446,7 +440,9 @@ class Capture:
 
         The hook of the layer's own module goes first.
         """
-        return bool(layer.watched_in) or all(m is not layer.module for m in running_modules())
+        return bool(layer.watched_in) or all(
+            call["self"] is not layer.module for call in running_calls()
+        )
 
     def wholes(self, layer: Layer) -> list[Tensor | None]:
         """Return the whole parameters that stand in the places of a layer's sharded ones now."""

@@ -46,26 +46,22 @@ class _Seen:
 
     def add(self, call: Call, x: Tensor, grad: Tensor) -> bool:
         """Add a call's Σ g aᵀ; return False if its kind does not tell."""
-        use, blocks = call.layer, call.blocks
-        part = use.gradient(x, grad)
-        if part is None:
+        use = call.layer
+        matrix = use.gradient(x, grad)
+        if matrix is None:
             return False
         norm = x.float().norm() if x.is_floating_point() else max(1, x.numel()) ** 0.5
-        self._add(0, part.mT if use.crossed else part, x, grad, norm, blocks)
+        terms = [(matrix.mT if use.crossed else matrix, norm)]
         if call.covers[1] and use.adds_bias:
             rows = use.output_rows(x, grad).flatten(1, 2)
-            of_bias = rows.sum(1, dtype=self.made[1].dtype)
-            self._add(1, of_bias, x, grad, rows.shape[1] ** 0.5, blocks)
-        return True
-
-    def _add(
-        self, part: int, more: Tensor, x: Tensor, grad: Tensor, norm: Any, blocks: slice
-    ) -> None:
-        made, total = self.made[part], self.rounding[part]
-        made[blocks] += more.to(made.device, made.dtype)
+            terms.append((rows.sum(1, dtype=self.made[1].dtype), rows.shape[1] ** 0.5))
         halves = {x.dtype, grad.dtype} & {torch.float16, torch.bfloat16}
-        rounding = _ROUNDING_IN_HALF if halves else _ROUNDING
-        total += (rounding * norm * grad.float().norm()).to(total.device)
+        for part, (term, norm) in enumerate(terms):
+            made, rounding = self.made[part], _ROUNDING_IN_HALF if halves else _ROUNDING
+            made[call.blocks] += term.to(made.device, made.dtype)
+            error = rounding * norm * grad.float().norm()
+            self.rounding[part] += error.to(self.rounding[part].device)
+        return True
 
     def share(self, part: int, whole: Tensor) -> Tensor:
         """Return the share of a whole gradient that the calls do not make; free what they make."""
