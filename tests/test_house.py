@@ -20,7 +20,7 @@ SUMS = {
     "functions of the package": 962,
     "files of the package": 74,
     "lines of tools": 2_185,
-    "lines of tests": 31_002,
+    "lines of tests": 31_012,
     "lines of benchmarks": 8_220,
 }
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed

@@ -178,17 +178,6 @@ def test_capture_keeps_no_extra_memory(kind):
     assert saved_bytes(net, x) == plain  # nor when statistics are not due
 
 
-@pytest.mark.skipif(top_hooks is None, reason="torch 2.6 leaves idle taps in place")
-def test_nothing_is_saved_when_statistics_are_not_due():
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
-    opt = exact(net, factor_update_steps=2, staggered=False)
-    x = normal(6, 4)
-    assert "TapBackward" in nodes_of(net(x))
-    fit(x)(net)
-    opt.step()
-    assert "TapBackward" not in nodes_of(net(x))
-
-
 def test_forward_mode_differentiation_leaves_its_passes_out():
     net, other = mlp(), mlp()
     opt, clean = exact(net), exact(other)

@@ -126,6 +126,15 @@ def test_a_penalty_is_told_with_its_share_and_the_layer_stays_covered():
     assert len(texts) == 1 and "first" in texts[0]
 
 
+def test_a_penalty_of_the_second_micro_batch_is_told():
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        loss_of(net(x)).backward()
+        return loss_of(net(x)) + 0.5 * net.first.weight.square().sum()
+
+    shares, texts = elsewhere(seeded(Head), normal(6, 4), loss, steps=2)
+    assert shares.keys() == {"first"} and len(texts) == 1
+
+
 def test_a_use_outside_of_the_models_forward_is_told():
     net = seeded(Head)
 
