@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..comm.ranks import Ranks
 from ..errors import invalid, invalid_because
+from ..layers import Moments
 from .forward_pass import ForwardPass
-from .hooks import Capture
+from .hooks import Call, Capture
 
 
 class Counts(Protocol):
@@ -62,24 +63,20 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
 def draw(
     outputs: Tensor, kind: str, dim: int, seed: tuple[int, ...], capture: Capture, counts: Counts
 ) -> None:
-    """Gather G of drawn labels, on the scale of the sum of the terms that K counts."""
+    """Gather G of drawn labels, on the scale of the sum of the terms that K counts.
+
+    Drawn gradients go back to the layers that gather. Their G replaces the G of the training pass
+    to come. No parameter receives a gradient.
+    """
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
     generator = torch.Generator(outputs.device)
     generator.manual_seed(int.from_bytes(digest, "big"))
-    # A single dimension holds one example's classes, or one number for each example.
-    classes = kind == "cross_entropy"
-    width = 1 if classes or outputs.dim() == 1 else outputs.shape[dim]  # losses at each position
-    count = outputs.numel() // max(1, outputs.shape[dim]) if classes else outputs.numel()
-
-    def scale(passes: Iterable[ForwardPass]) -> float:
-        if counts.loss_reduction == "sum":
-            return 1.0
-        # The loss is a mean over all losses. A number in loss_terms counts positions.
-        counted = isinstance(counts.loss_terms, str)
-        return counts.terms_of(passes) / max(1, count) if counted else 1 / width
-
+    gradients = drawn(outputs, kind, dim, generator)
+    capture.draws += 1
+    drawing: dict[Call, Moments] = {}
+    capture.drawing = drawing
     try:
-        capture.draw(outputs, drawn(outputs, kind, dim, generator), scale)
+        torch.autograd.grad(outputs, capture.probe, gradients, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
@@ -87,6 +84,22 @@ def draw(
             "sample_fisher came after loss.backward(), which freed the graph of outputs; "
             "call it before, right after the forward pass"
         ) from error
+    finally:
+        capture.drawing = None
+    if drawing and counts.loss_reduction != "sum":
+        # A single dimension holds one example's classes, or one number for each example.
+        classes = kind == "cross_entropy"
+        width = 1 if classes or outputs.dim() == 1 else outputs.shape[dim]  # losses a position
+        count = outputs.numel() // max(1, outputs.shape[dim]) if classes else outputs.numel()
+        # The loss is a mean over all losses. A number in loss_terms counts positions.
+        scale = 1 / width
+        if isinstance(counts.loss_terms, str):
+            scale = counts.terms_of({call.forward_pass for call in drawing}) / max(1, count)
+        torch._foreach_mul_([moments.g for moments in drawing.values()], scale)
+    for call, moments in drawing.items():
+        if call.moments is not None:
+            moments = moments._replace(g=call.moments.g + moments.g)
+        call.moments, call.drawn = moments, True
 
 
 def drawn(outputs: Tensor, kind: str, dim: int, generator: torch.Generator) -> Tensor:

@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import _get_current_function_mode
 
@@ -20,6 +21,8 @@ from ..layers import Layer
 
 # The number that autograd gives the next node that this thread makes.
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+# Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
 
 
@@ -29,7 +32,7 @@ class ForwardPass:
     def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
-        self.reached: int | None = None  # the last backward pass that trains and came here
+        self.calls: Counter[Layer] = Counter()  # those that gather
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.number = next(NUMBERS)
         self.thread = threading.get_ident()
@@ -60,8 +63,6 @@ class ForwardPass:
 
 
 def _has_examples(value: Any) -> bool:
-    if isinstance(value, PackedSequence):
-        return True
     tensor = first_tensor(value)
     return tensor is not None and tensor.dim() > 0
 
@@ -94,12 +95,7 @@ def first_tensor(value: Any) -> Tensor | None:
     return first
 
 
-def running_modules() -> Iterator[nn.Module]:
-    """Yield the modules whose calls run, from the innermost outwards."""
-    return (call["self"] for call in _running_calls())
-
-
-def _running_calls() -> Iterator[dict[str, Any]]:
+def running_calls() -> Iterator[dict[str, Any]]:
     """Yield the local variables of the calls of modules, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -129,8 +125,7 @@ class ForwardPasses:
         forward_pass = self.calls[-1] if self.calls else None
         if forward_pass is None and counts:
             self.close_loose()
-            batch = _batch(args, kwargs)
-            forward_pass = ForwardPass(batch, paused=self.paused > 0)
+            forward_pass = ForwardPass(_batch(args, kwargs), paused=self.paused > 0)
             self._recent.append(forward_pass)
         self.calls.append(forward_pass)
 
@@ -195,7 +190,7 @@ class ForwardPasses:
         return self._loose
 
     def _begin_loose(self, layer: Layer, x: Tensor) -> ForwardPass:
-        batches = (_batch(call["args"], call["kwargs"]) for call in _running_calls())
+        batches = (_batch(call["args"], call["kwargs"]) for call in running_calls())
         *_, batch = (x, *filter(_has_examples, batches))
         return ForwardPass(batch, paused=self.paused > 0, first=layer)
 
@@ -212,3 +207,31 @@ def graph_task() -> int | None:
     """Return the number of this thread's backward pass; numbers are never used again."""
     task = torch._C._current_graph_task_id()
     return None if task == -1 else task
+
+
+def is_transformed() -> bool:
+    """Return whether a torch.func transform runs, or a trace for TorchScript."""
+    return torch._C._functorch.maybe_current_level() is not None or torch._C._is_tracing()
+
+
+def is_checkpointed() -> bool:
+    """Return whether torch.utils.checkpoint's forward or recomputation runs.
+
+    Both runs must save the same tensors, though other layers may gather by then: under a
+    checkpoint every output is tapped, and the record of the first forward decides.
+    """
+    if top_hooks is None:
+        return True  # torch 2.6 does not tell; an idle tap holds nothing of its own
+    hooks = top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def accumulates_into(parameter: Tensor) -> bool:
+    """Return whether the running backward pass will add to ``parameter.grad``."""
+    if not parameter.requires_grad:
+        return False  # frozen since the forward
+    node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # autograd.grad with the parameter among its inputs: it returns, adds nothing

@@ -3,50 +3,138 @@
 A forward hook passes the layer's output through an identity autograd function that holds the input;
 the pair is complete when the backward pass reaches it. So layers used twice, forwards without a
 backward and evaluations beside training cannot mix up the pairs.
+
+Beside its own module, other modules' code may use a layer's weight. In the first step that gathers,
+a mode over the whole model's forward looks for all uses. From then on, calls are watched in the
+modules in which uses were found.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.overrides import TorchFunctionMode
+from torch.nn.utils.parametrize import is_parametrized
 
-from ..comm.sharding import is_sharded, waiting_gradients
+from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
-from ..layers import Layer, Moments, PassSettings, Scope, Shared
-from ..layers.sampling import WHOLE, Sample
+from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, PassSettings, Scope, Shared, WatchMode
+from ..layers.sampling import WHOLE, Part, Sample
 from ..linalg.moments import unit_of
 from ..linalg.precision import full_precision, without_autocast
 from ..stages import stage
-from .forward_pass import NUMBERS, ForwardPass, ForwardPasses, first_tensor, graph_task
-from .tap import (
-    Call,
-    Drawn,
-    FirstError,
-    Tap,
+from .forward_pass import (
+    NUMBERS,
+    ForwardPass,
+    ForwardPasses,
     accumulates_into,
-    as_used,
-    check_layout,
-    has_tangent,
+    first_tensor,
+    graph_task,
     is_checkpointed,
-    is_substituted,
     is_transformed,
+    running_calls,
     top_hooks,
 )
-from .uses import Uses
-from .witness import Witness
+from .witness import FirstError, Witness
 
 _NOTHING = contextlib.nullcontext()
 _requires_grad = operator.attrgetter("requires_grad")
+
+
+class Tap(torch.autograd.Function):
+    """Identity on a layer's output, which in-place activations may follow.
+
+    The output is marked as changed in place, so that activations may change it. For a view,
+    autograd would then copy the gradient three times: if nothing else can see the view, a new
+    tensor is returned. There is no setup_context, since torch would look up its signature in every
+    call. Torch's transforms need one, so that nothing is tapped under them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        x: Tensor | None,
+        call: Call | None,  # None: the tap is idle
+        probe: Tensor | None,
+        unseen: bool,
+    ) -> Tensor:
+        # Saved through autograd, so that checkpointing and offloading treat it as their own.
+        ctx.save_for_backward(x)
+        ctx.call = call
+        if unseen and type(output) is Tensor and output._is_view():
+            return torch.ops.aten._unsafe_view(output, output.shape)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @torch.compiler.disable  # for compiled functions that run the backward pass
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        if ctx.call is not None:
+            ctx.call.capture.record(ctx.call, x, grad)
+        return grad, None, None, None, None
+
+
+class Call(PassSettings):
+    """One call of a layer in a forward pass, as its backward pass has to know it.
+
+    The forward decides what is gathered: the task of the layer may be another one by then.
+    """
+
+    __slots__ = (
+        *("anchor", "capture", "covers", "drawn", "forward_pass"),
+        *("layer", "moments", "outer", "own", "task"),
+    )
+
+    def __init__(
+        self,
+        capture: Capture,
+        layer: Layer,
+        forward_pass: ForwardPass,
+        covers: tuple[bool, bool],
+        blocks: slice,
+        outer: int | None,  # the backward pass that a reentrant checkpoint runs this in, if any
+        task: int,
+    ) -> None:
+        own = layer.weight if covers[0] else layer.bias
+        assert own is not None
+        super().__init__(capture.reduce, torch.promote_types(own.dtype, torch.float32), blocks)
+        self.capture, self.layer, self.forward_pass = capture, layer, forward_pass
+        self.covers, self.outer, self.task = covers, outer, task
+        # Moments of drawn gradients, until the training pass takes them, and whether there were any
+        self.moments: Moments | None = None
+        self.drawn = False
+        # The parameter that its gradients go to, and that parameter or the sharded one that it
+        # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
+        name = layer.names[not covers[0]]
+        anchor = gathered_in(layer.module, name, own) if is_sharded(own) else own
+        assert anchor is not None
+        self.anchor: Tensor = anchor
+        self.own: Tensor = own
+
+
+def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
+    """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
+
+    Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
+    tensor in its place: later operations may then change the input in place.
+    """
+    device, dtype = x.device.type, x.dtype
+    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+    if cast and x.is_floating_point() and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    elif not layer.keeps_another:
+        return x
+    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
 
 
 class _Hook:
@@ -69,23 +157,25 @@ class _Hook:
 
 
 class _OutputHook(_Hook):
-    """A hook on one layer's module, which leaves most calls at once.
+    """A hook on one layer's module. It reads the layer's task, and leaves most calls at once."""
 
-    A pass calls it for each layer: so all is decided here, without further calls.
-    """
+    def __init__(self, method: Any, layer: Layer, passes: ForwardPasses) -> None:
+        super().__init__(method, layer)
+        self.layer, self.passes = layer, passes
 
     @torch.compiler.disable  # as above
     def __call__(self, *args: Any) -> Any:
-        capture, layer = self.owner(), self.bound[0]
-        if capture is None:
+        layer = self.layer
+        # A checkpoint may run, under which outputs are tapped for their number alone. Without the
+        # model around it, a layer looks itself whether it was frozen or unfrozen.
+        leaves = layer.task == LEAVE and top_hooks is not None and top_hooks(False) is None
+        if leaves and (self.passes.calls or _flags([layer]) == layer.flags):
             return None
-        wanted = capture.wanted
-        sees = layer in wanted or (wanted and capture.counts)
-        sees = sees or (capture.missing and capture.misses())
-        same = not sees and [*map(_requires_grad, layer.trainable)] == layer.flags
-        if same and top_hooks is not None and top_hooks(False) is None:
-            return None  # no checkpoint runs
-        return self.function(capture, layer, *args)
+        return super().__call__(*args)
+
+
+def _flags(layers: Iterable[Layer]) -> list[bool]:
+    return [*map(_requires_grad, [p for layer in layers for p in layer.trainable])]
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
@@ -107,8 +197,8 @@ def _remove(handles: list[Any]) -> None:
 class Capture:
     """Owns the hooks on one model for one optimizer, and adds moments to the sums.
 
-    Where K ``counts`` the passes of all layers, those that do not gather report a pass without
-    moments. Where K does not count, G has no scale: moments are of gradients divided by a unit.
+    Where K ``counts`` the passes of all layers, those that do not gather note their passes. Where K
+    does not count, G has no scale: moments are of gradients divided by a unit.
     """
 
     def __init__(
@@ -122,99 +212,100 @@ class Capture:
         precision: str = "highest",
         keep_errors: bool = False,
     ) -> None:
-        self._sums = sums
-        self.counts = counts
-        self._reduce = reduce
+        self._layers, self._sums = layers, sums
+        self._counts, self.reduce = counts, reduce
         self._precision = precision  # of float32 products
         self.errors = FirstError(holds=keep_errors)
-        self.wanted = frozenset(layers)  # layers that gather in this step by their slot
-        self.missing = set(layers)  # layers without an average that gather in any pass
-        self.sample: Sample | None = None  # the rows of a pass that are read; None: all rows
+        self.witness = Witness(layers, self.errors)
+        self.arm((), (), None)
         self.was_paused = False  # since the last reset
-        self.backwards = 0  # passes since the last reset that reached a layer and trained it
-        self.draws = 0  # calls of draw since the last reset
-        self._missed = False  # misses(), as the model's last call began
+        self.backwards = 0  # calls since the last reset that a pass reached and trained
+        self.draws = 0  # calls of fisher.draw since the last reset
         self.tapped = False  # whether a pass since the last reset may gather
         self.ran = False  # whether the model ran since the last reset, in a pass that may train
-        self._drawing: dict[Drawn, tuple[ForwardPass, Moments]] | None = None
+        self.drawing: dict[Call, Moments] | None = None  # while fisher draws
         # An input of every tap that gathers: a derivative by it runs taps, but no parameter's node.
-        self._probe = torch.empty(0, requires_grad=True, device="cpu")
+        self.probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
-        self._looked: int | None = None  # the backward pass that last ran _drop_gone
-        # Layers with sums since the last reset, each with the tensors that hold its gradient.
-        self._added: dict[Layer, tuple[Tensor, Tensor]] = {}
-        self.witness = Witness(layers, self.errors)
+        self._looked: int | None = None  # the backward pass that last looked for all gradients
         self._passes = ForwardPasses()
         # Autograd runs the backward pass of each GPU in a thread of its own.
         self._lock = threading.Lock()
-        sharded = any(is_sharded(layer.weight) for layer in layers)
-        self._waiting = waiting_gradients(model) if sharded else {}
+        self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
+        self._waiting = waiting_gradients(model) if self.sharded else {}
         self.shared = Shared()
         for layer in layers:
             layer.shared = self.shared
-        self.uses = Uses(layers, self._passes)
+        # Layers whose uses are looked for in the passes of the next step that gathers, whether a
+        # pass since the last reset was searched, and the modules in which uses were found.
+        self.sought = {layer for layer in layers if not layer.intercepts()}
+        self._searched = False
+        self._noted: dict[tuple[Layer, nn.Module], None] = {}
         self._watched: dict[nn.Module, list[Layer]] = {}  # layers whose uses each module may hold
         # The NUMBERS at which watches of weights' uses began.
         self._since: dict[tuple[nn.Module, Tensor | None], int] = {}
         self._handles: list[Any] = []
         if layers:  # TorchScript has no hooks
-            self._attach(model, layers)
+            self._attach(model)
         # Hooks end with their optimizer: another may be built on the model.
         for handles in (self._handles, self.witness.handles):
             weakref.finalize(self, _remove, handles).atexit = False
 
-    def _attach(self, model: nn.Module, layers: list[Layer]) -> None:
+    def _attach(self, model: nn.Module) -> None:
         handles, starts = self._handles, _Hook(self._model_starts)
         handles.append(model.register_forward_pre_hook(starts, with_kwargs=True))
         by_module: dict[nn.Module, list[Layer]] = {}
-        for layer in layers:
-            self._watch_at((layer, module) for module in layer.watched_in)
+        for layer in self._layers:
+            for module in layer.watched_in:
+                self._watch_at(layer, module)
             if not layer.watched_in:
                 by_module.setdefault(layer.module, []).append(layer)
-        for module, own in by_module.items():
-            if own[0].interceptor(own, self._tap) is None:
-                hook = _OutputHook(self._output, own[0])
+        for module, layers in by_module.items():
+            if layers[0].interceptor(layers, self._tap) is None:
+                hook = _OutputHook(self._output, layers[0], self._passes)
                 # First: a user's hook may return something else than the layer's own output.
                 handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
                 handles.append(handle)
             else:
-                handles.append(module.register_forward_pre_hook(_Hook(self._enter, own)))
+                handles.append(module.register_forward_pre_hook(_Hook(self._enter, layers)))
                 handles.append(module.register_forward_hook(_Hook(self._exit), always_call=True))
         # Last, since the model may itself be a layer.
         handles.append(model.register_forward_hook(_Hook(self._model_ends), always_call=True))
 
-    def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        refuse_data_parallel(module)
-        counts = torch.is_grad_enabled() and not is_transformed()
-        self._passes.starts(args, kwargs, counts=counts)
-        self._missed = any([any(layer.covers_now()) for layer in self.missing])
-        if counts:
-            self.witness.starts(self.wanted, self.missing)
-            self.ran = True
-        searches = self.uses.sought and counts and (self.wanted or self.misses())
-        self.uses.watch(self.uses.search(self._tap) if searches else None)
+    # ---- a step ----
 
-    def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._exit(module, args, output)
-        self._passes.ends()
-        self._watch_at(self.uses.noted())
+    def arm(
+        self,
+        gathering: Collection[Layer] | None,
+        missing: Collection[Layer] = (),
+        sample: Sample | None = None,
+    ) -> None:
+        """Write what each layer's hook does in the passes up to the next step.
 
-    def _watch_at(self, places: Iterable[tuple[Layer, nn.Module]]) -> None:
-        """Watch layers' calls in modules, if they are not watched yet."""
-        for layer, module in places:
-            watched = self._watched.setdefault(module, [])
-            if layer in watched:
-                continue
-            if not watched:
-                hooks = _Hook(self._watch_calls), _Hook(self._exit)
-                self._handles.append(module.register_forward_pre_hook(hooks[0]))
-                self._handles.append(module.register_forward_hook(hooks[1], always_call=True))
-            self._since[module, layer.weight] = next(NUMBERS)
-            watched.append(layer)
+        ``gathering`` gather by their slot; None: nothing gathers. ``missing`` have no average: they
+        gather if they train. ``sample`` are the rows that are read; None: all rows.
+        """
+        if gathering is None and not (self.is_armed and self.gathers):
+            self.is_armed = False  # the fields are as they are to be
+            return
+        self.is_armed = gathering is not None
+        self.wanted, self._missing, self.sample = frozenset(gathering or ()), missing, sample
+        self._requiring = _flags(self._layers)
+        # A layer that was frozen or unfrozen since gathers anew.
+        changed = [x for x in self._layers if [*map(_requires_grad, x.trainable)] != x.flags]
+        changed = changed if self.is_armed else []
+        trains = [x for x in (*missing, *changed) if any(x.covers_now())]
+        due = self.wanted.union(trains)
+        self.gathers = bool(due)  # whether any layer does
+        idle = COUNT if due and self._counts else LEAVE
+        for layer in self._layers:
+            layer.task = GATHER if layer in due else idle
+        self.witness.arm(due)
 
-    def look_around(self, model: nn.Module, layers: Iterable[Layer]) -> None:
-        """Watch calls of these layers, of which no call was seen, in all modules around them."""
-        self._watch_at(self.uses.around(model, layers))
+    def _follow_changes(self) -> None:
+        """Arm anew if a parameter was frozen or unfrozen since."""
+        if self.is_armed and _flags(self._layers) != self._requiring:
+            self.arm(self.wanted, self._missing, self.sample)
 
     def compared(self) -> bool:
         """Read what was compared since the last step; return whether a layer has to be named.
@@ -222,7 +313,7 @@ class Capture:
         First, its uses are looked for once more.
         """
         with self.errors:
-            self.uses.sought |= self.witness.settle()
+            self.sought |= self.witness.settle()
         return bool(self.witness.unnamed)
 
     def reset(self) -> None:
@@ -232,15 +323,15 @@ class Capture:
         self.backwards = self.draws = 0
         self.tapped = self.ran = False
         self.errors.error = None
-        self.uses.reset()
-        self._added.clear()
+        if self._searched:  # the search ends with the step whose passes were searched
+            self._searched = False
+            self.sought.clear()
         self.was_paused = self._passes.paused > 0
 
     def resume(self, former: Capture) -> None:
         """Go on in a step that another capture has begun; other layers may train by now."""
         self.backwards, self.was_paused = former.backwards, former.was_paused
         self.draws, self.tapped, self.ran = former.draws, former.tapped, former.ran
-        self._added = former._added
         self._since |= {x: former._since[x] for x in self._since.keys() & former._since.keys()}
 
     def detach(self) -> None:
@@ -262,220 +353,222 @@ class Capture:
         finally:
             self._passes.paused -= 1
 
-    # ---- drawn gradients ----
+    # ---- the model's forward pass ----
 
-    @property
-    def due(self) -> bool:
-        """True if layers gather in this step; a checkpoint may have kept them from being tapped."""
-        return bool(self.wanted or self.tapped or self.misses())
+    def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_data_parallel(module)
+        trains = torch.is_grad_enabled() and not is_transformed()
+        self._passes.starts(args, kwargs, counts=trains)
+        self._follow_changes()
+        self.ran |= trains
+        searches = bool(self.sought) and trains and self.gathers
+        self._searched |= searches
+        self._run_under(Scope(self.sought, self._tap, self._note) if searches else None)
 
-    def misses(self) -> bool:
-        """Return whether a layer that trains has no average.
+    def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._exit(module, args, output)
+        self._passes.ends()
+        for layer, around in self._noted:
+            self._watch_at(layer, around)
+        self._noted.clear()
 
-        In a call of the model it is as it was when the call began: frozen layers may be many.
-        """
-        if self.missing and self._passes.calls:
-            return self._missed
-        return any([any(layer.covers_now()) for layer in self.missing])
-
-    def draw(
-        self,
-        outputs: Tensor,
-        gradients: Tensor,
-        scale_of: Callable[[Iterable[ForwardPass]], float],
-    ) -> None:
-        """Send drawn gradients of the outputs back to the layers that gather.
-
-        Their G, times ``scale_of`` the forward passes that they went through, replaces the G of the
-        training pass to come. No parameter receives a gradient.
-        """
-        self.draws += 1
-        drawing: dict[Drawn, tuple[ForwardPass, Moments]] = {}
-        self._drawing = drawing
-        try:
-            torch.autograd.grad(
-                outputs, self._probe, gradients, retain_graph=True, allow_unused=True
-            )
-        finally:
-            self._drawing = None
-        if drawing:
-            scale = scale_of({forward_pass for forward_pass, _ in drawing.values()})
-            torch._foreach_mul_([moments.g for _, moments in drawing.values()], scale)
-        for drawn, (_, moments) in drawing.items():
-            drawn.add(moments)
-
-    # ---- the layers' forward passes ----
-
-    def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
-            return None
-        if is_substituted(module, layer):
-            return None
-        x = args[0] if args else first_tensor(kwargs)
-        return None if x is None else self._tap(layer, output, x)
-
-    def _concerns(self, layers: list[Layer]) -> bool:
+    def _sees(self, layers: list[Layer]) -> bool:
         """Return whether this pass has to see calls of these layers; most passes need not."""
-        if is_transformed():  # no call is tapped, and TorchScript traces no mode
+        # Under a transform no call is tapped, and TorchScript traces no mode.
+        if not layers or not torch.is_grad_enabled() or is_transformed():
             return False
-        if not self.wanted.isdisjoint(layers) or self._counts_all() or is_checkpointed():
-            return True
-        return any([layer.covers_now() != layer.covers for layer in layers])
-
-    def _counts_all(self) -> bool:
-        """Return whether K counts passes of layers that do not gather, too."""
-        return bool(self.wanted and self.counts) or self.misses()
+        if not self._passes.calls:
+            self._follow_changes()
+        return any([layer.task for layer in layers]) or is_checkpointed()
 
     def _enter(self, layers: list[Layer], module: nn.Module, args: Any) -> None:
-        mode: TorchFunctionMode | None = None
-        if torch.is_grad_enabled() and self._concerns(layers):
-            mode = layers[0].interceptor(layers, self._tap)
-            assert mode is not None
+        mode = layers[0].interceptor(layers, self._tap) if self._sees(layers) else None
+        if mode is not None:
             mode.__enter__()
         self._passes.modes.append(mode)
-
-    def _watch_calls(self, module: nn.Module, args: Any) -> None:
-        """Run a module's forward under a mode that finds uses, if the pass gathers.
-
-        If a checkpoint recomputes a forward that was not watched, taps would save more tensors.
-        """
-        layers, scope = self._watched[module], None
-        checkpointed = self._passes.again() if is_checkpointed() else None
-        if checkpointed is not None:
-            began = checkpointed.number
-            layers = [x for x in layers if began > self._since[module, x.weight]]
-        if layers and torch.is_grad_enabled() and self._concerns(layers):
-            scope = Scope(layers, self._tap)
-        self.uses.watch(scope)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
         mode = self._passes.modes.pop() if self._passes.modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
+    # ---- uses beside a layer's own module ----
+
+    def _run_under(self, scope: Scope | None) -> None:
+        """Run the module whose call begins under the mode, if it has a scope."""
+        mode: WatchMode | None = None
+        if scope is not None:
+            mode = next((m for m in self._passes.modes if isinstance(m, WatchMode)), None)
+            mode = mode or WatchMode(self)
+            mode.begin(scope)
+        self._passes.modes.append(mode)
+
+    def _note(self, layer: Layer) -> None:
+        """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
+        self._noted[layer, next(running_calls())["self"]] = None
+
+    def _watch_at(self, layer: Layer, module: nn.Module) -> None:
+        """Watch a layer's calls in a module, if they are not watched yet."""
+        watched = self._watched.setdefault(module, [])
+        if layer in watched:
+            return
+        if not watched:
+            hooks = _Hook(self._watch_calls), _Hook(self._exit)
+            self._handles.append(module.register_forward_pre_hook(hooks[0]))
+            self._handles.append(module.register_forward_hook(hooks[1], always_call=True))
+        self._since[module, layer.weight] = next(NUMBERS)
+        watched.append(layer)
+
+    def _watch_calls(self, module: nn.Module, args: Any) -> None:
+        """Run a module's forward under a mode that finds uses, if the pass gathers.
+
+        If a checkpoint recomputes a forward that was not watched, taps would save more tensors.
+        """
+        layers = self._watched[module]
+        checkpointed = self._passes.again() if is_checkpointed() else None
+        if checkpointed is not None:
+            began = checkpointed.number
+            layers = [x for x in layers if began > self._since[module, x.weight]]
+        self._run_under(Scope(layers, self._tap) if self._sees(layers) else None)
+
+    def look_around(self, model: nn.Module, layers: Collection[Layer]) -> None:
+        """Watch calls of layers, of which no call was seen, in all modules around their own.
+
+        A search sees the model's own calls alone, and users may call its parts.
+        """
+        paths = {module: name for name, module in model.named_modules()} if layers else {}
+        for layer in layers:
+            path = "" if layer.intercepts() else paths.get(layer.module, "")
+            while path:
+                path = path.rpartition(".")[0]
+                self._watch_at(layer, model.get_submodule(path))
+
+    def takes(self, layer: Layer) -> bool:
+        """Return whether a call with a layer's weight is left to the mode.
+
+        The hook of the layer's own module goes first.
+        """
+        return bool(layer.watched_in) or all(
+            call["self"] is not layer.module for call in running_calls()
+        )
+
+    def wholes(self, layer: Layer) -> list[Tensor | None]:
+        """Return the whole parameters that stand in the places of a layer's sharded ones now."""
+        parameters = zip(layer.names, (layer.weight, layer.bias), strict=True)
+        sharded = [(name, p) for name, p in parameters if p is not None and is_sharded(p)]
+        return [gathered_in(layer.module, name, p) for name, p in sharded]
+
+    # ---- a layer's call ----
+
+    def _output(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self._passes.calls:
+            self._follow_changes()
+        if not torch.is_grad_enabled() or not isinstance(output, Tensor):
+            return None
+        # functional_call or a later parametrization may stand in for the weight.
+        weight = layer.weight
+        if weight is not None and is_sharded(weight):
+            substituted = gathered_in(module, layer.names[0], weight) is None
+        elif "weight" in module._parameters:
+            substituted = module._parameters["weight"] is not weight
+        else:
+            substituted = is_parametrized(module, "weight")
+        if substituted:
+            return None
+        x = args[0] if args else first_tensor(kwargs)
+        return None if x is None else self._tap(layer, output, x)
+
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         """Return the output behind a tap, or unchanged if the call has no part in training."""
-        primary, covers, outer = layer.primary, layer.covers_now(), graph_task()
+        covers, outer, checkpointed = layer.covers_now(), graph_task(), is_checkpointed()
         again = None if outer is None else self._passes.again()
-        changed = primary.covers_now() != primary.covers  # frozen or unfrozen
-        gathers = primary in self.wanted or primary in self.missing or changed
         paused = bool(self._passes.paused if again is None else again.paused)
-        counts, checkpointed = gathers or self._counts_all(), is_checkpointed()
+        task = LEAVE if paused else layer.primary.task
         trains = any(covers) and output.requires_grad and not output.is_meta
         # Under a checkpoint every output is tapped: its forward and its recomputation, in which
         # other layers may gather, must save the same tensors.
-        leaves = not checkpointed and (paused or not counts)
-        if not trains or leaves or is_transformed() or has_tangent(output):
+        leaves = task == LEAVE and not checkpointed
+        if not trains or leaves or is_transformed():
             return output
-        record, part, whole = None, WHOLE, False
-        gathers = gathers and not paused
-        if counts and not paused:
+        # Forward-mode differentiation knows no rule for a tap.
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(output).tangent is not None:
+            return output
+        call, part, gathers, whole = None, WHOLE, task >= GATHER, checkpointed
+        if task:
             forward_pass = self._passes.current(layer, x)
-            call = Call(layer, forward_pass, covers, blocks, outer)
-            if not gathers and not checkpointed:
-                self._watch(call, output)
-                return output
-            if gathers:
-                part = layer.part(x, output, self.sample)
-                whole = covers[0] and self.witness.watches(layer, forward_pass, call.anchor)
-            call.part, call.gathers = part, gathers
-            record = functools.partial(self._backward, call)
-        whole = whole or checkpointed
-        kept = covers[0] and (gathers or checkpointed)
-        if kept and gathers and layer.reads_dense_only:
-            check_layout(layer, x)
-        held = as_used(layer, x, WHOLE if whole else part) if kept else None
-        probe = self._probe if gathers else None
-        self.tapped |= gathers
+            call = Call(self, layer, forward_pass, covers, blocks, outer, task)
+        if call is not None and gathers:
+            part = call.part = layer.part(x, output, self.sample)
+            whole |= covers[0] and self.witness.watches(call)
+            self.tapped = True
+            dense = not x.is_nested and x.layout is torch.strided
+            if covers[0] and layer.reads_dense_only and not dense:
+                kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+                raise TypeError(
+                    f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
+                    "not read; give it a padded or dense one, or build the optimizer with "
+                    f"skip_layers=[{layer.name!r}]"
+                )
+        keeps = covers[0] and (gathers or checkpointed)
+        held = as_used(layer, x, WHOLE if whole else part) if keeps else None
         # The mark would raise the output's version, and a selective checkpoint that keeps the
         # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
         with untouched:
-            return Tap.apply(output, held, record, probe, layer.unseen_output)
-
-    def _watch(self, call: Call, output: Tensor) -> None:
-        """Notice a backward pass without a tap, in a quarter of a tap's time.
-
-        The hook sits on a view's base: a view that is changed in place leaves its own node.
-        """
-        base = output._base if output._is_view() else output
-        node = output.grad_fn if base is None or base.grad_fn is None else base.grad_fn
-        assert node is not None
-        node.register_prehook(functools.partial(self._notice, call))
+            probe = self.probe if gathers else None
+            return Tap.apply(output, held, call, probe, layer.unseen_output)
 
     # ---- the backward pass ----
 
-    @torch.compiler.disable  # as Tap's
-    def _notice(self, call: Call, grads: Any) -> None:
-        if self._drawing is not None or call.forward_pass.reached == graph_task():
-            return
-        if accumulates_into(call.anchor):
-            with self._lock:
-                self._reach(call)
-                self._sums.add(call.layer, call.forward_pass, call.covers, None)
-
-    def _backward(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
+    def record(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
+        """Take the gradient that a backward pass brings to a call's output."""
         with self.errors:
-            self._record(call, x, grad)
-
-    def _record(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
-        drawing, drawn = self._drawing, call.drawn
-        if drawing is None and not accumulates_into(call.anchor):
-            return
-        layer, covers, device = call.layer, call.covers, grad.device.type
-        dtype = torch.promote_types(call.own.dtype, torch.float32)
-        how = PassSettings(self._reduce, dtype, call.blocks, call.part)
-        precision = full_precision(self._precision)
-        with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
-            if drawing is not None:
-                if call.gathers:
-                    known_a = None if drawn.moments is None else drawn.moments.a
-                    of_draw = layer.moments(x, grad, covers, how, known_a)
-                    drawing[drawn] = call.forward_pass, of_draw
+            drawing = self.drawing
+            if drawing is None and not accumulates_into(call.anchor):
                 return
-            self._reach(call)
-            moments = None
-            if call.gathers and drawn.ever:
-                moments = drawn.take()
-            elif call.gathers:
-                # Float32 has the squares of all float16 numbers; a division would lose some.
-                scaled = self.counts or grad.dtype == torch.float16 or grad.numel() == 0
-                unit = None if scaled else unit_of(grad)
-                rows = grad if unit is None else grad / unit
-                moments = layer.moments(x, rows, covers, how)._replace(unit=unit)
-            self._sums.add(layer, call.forward_pass, covers, moments, drawn.ever)
-            if call.gathers and covers[0]:
+            layer, covers, device = call.layer, call.covers, grad.device.type
+            precision = full_precision(self._precision)
+            with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
+                if drawing is None:
+                    self._reach(call)
+                if call.task < GATHER:
+                    return
+                moments = call.moments
+                if drawing is not None:
+                    known_a = None if moments is None else moments.a
+                    drawing[call] = layer.moments(x, grad, covers, call, known_a)
+                    return
+                if not call.drawn:
+                    # Float32 has the squares of all float16 numbers; a division would lose some.
+                    scaled = self._counts or grad.dtype == torch.float16 or grad.numel() == 0
+                    unit = None if scaled else unit_of(grad)
+                    rows = grad if unit is None else grad / unit
+                    moments = layer.moments(x, rows, covers, call)._replace(unit=unit)
+                call.moments = None  # a second training pass through the same graph adds nothing
+                if moments is not None:
+                    self._sums.add(layer, covers, moments, drawn=call.drawn)
                 self.witness.add(call, x, grad)
 
     def _reach(self, call: Call) -> None:
-        """Note that a pass that trains comes to a layer."""
+        """Note that a pass that trains comes to a layer; drop sums whose gradients are gone."""
         self.backwards += 1
         self._passes.close_loose()
-        layer, gradient = call.layer.primary, (call.own, call.anchor)
-        call.forward_pass.reached = task = graph_task()
-        if call.outer is not None:
-            task = call.outer
+        layer, sums = call.layer.primary, self._sums
+        task = graph_task() if call.outer is None else call.outer
+        # This pass may add to a gradient that fully_shard holds back.
+        waiting = getattr(self._waiting.get(call.own), "unsharded_accumulated_grad", None)
+        begins = call.own.grad is None and call.anchor.grad is None and waiting is None
         # Every use of a layer in one pass meets the same missing gradient: the first drops.
-        if not self._has_gradient(*gradient) and self._begun.get(layer) != task:
+        if begins and self._begun.get(layer) != task:
             self._begun[layer] = task
-            self._sums.drop(layer)
-            if call.outer is None and (task is None or task != self._looked):
-                self._looked = task  # once a pass: the next pass drops what a hook clears in it
-                self._drop_gone(task)
-        self._added[layer] = gradient
-
-    def _drop_gone(self, task: int | None) -> None:
-        """Drop the sums of layers whose gradients are gone, though the pass need not reach them.
-
-        Gradients that fully_shard holds back can't be told from gradients that are gone.
-        """
-        for layer, gradient in list(self._added.items()):
-            gone = not self._has_gradient(*gradient) and not is_sharded(gradient[0])
-            if gone and self._begun.get(layer) != task:
-                del self._added[layer]
-                self._sums.drop(layer)
-
-    def _has_gradient(self, own: Tensor, anchor: Tensor) -> bool:
-        """Return whether this pass adds to a gradient, also to one that fully_shard holds back."""
-        waiting = getattr(self._waiting.get(own), "unsharded_accumulated_grad", None)
-        return own.grad is not None or anchor.grad is not None or waiting is not None
+            sums.drop(layer)
+            if call.outer is None and task != self._looked:
+                # Gradients of layers that this pass need not reach may be gone, too. Look once a
+                # pass: the next pass drops what a hook clears in it. Gradients that fully_shard
+                # holds back can't be told from gradients that are gone.
+                self._looked = task
+                for other in sums.passes.keys() - self.sharded:
+                    p = other.weight if other.covers_now()[0] else other.bias
+                    if p is not None and p.grad is None and self._begun.get(other) != task:
+                        sums.drop(other)
+        sums.passes.setdefault(layer, set()).add(call.forward_pass)

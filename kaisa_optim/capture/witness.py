@@ -13,15 +13,17 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..layers import Layer
-from .forward_pass import ForwardPass, graph_task
-from .tap import Call, FirstError, accumulates_into
+from ..layers import COMPARE, Layer
+from .forward_pass import accumulates_into, graph_task
+
+if TYPE_CHECKING:
+    from .hooks import Call
 
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
@@ -44,26 +46,22 @@ class _Seen:
 
     def add(self, call: Call, x: Tensor, grad: Tensor) -> bool:
         """Add a call's Σ g aᵀ; return False if its kind does not tell."""
-        use, blocks = call.layer, call.blocks
-        part = use.gradient(x, grad)
-        if part is None:
+        use = call.layer
+        matrix = use.gradient(x, grad)
+        if matrix is None:
             return False
         norm = x.float().norm() if x.is_floating_point() else max(1, x.numel()) ** 0.5
-        self._add(0, part.mT if use.crossed else part, x, grad, norm, blocks)
+        terms = [(matrix.mT if use.crossed else matrix, norm)]
         if call.covers[1] and use.adds_bias:
             rows = use.output_rows(x, grad).flatten(1, 2)
-            of_bias = rows.sum(1, dtype=self.made[1].dtype)
-            self._add(1, of_bias, x, grad, rows.shape[1] ** 0.5, blocks)
-        return True
-
-    def _add(
-        self, part: int, more: Tensor, x: Tensor, grad: Tensor, norm: Any, blocks: slice
-    ) -> None:
-        made, total = self.made[part], self.rounding[part]
-        made[blocks] += more.to(made.device, made.dtype)
+            terms.append((rows.sum(1, dtype=self.made[1].dtype), rows.shape[1] ** 0.5))
         halves = {x.dtype, grad.dtype} & {torch.float16, torch.bfloat16}
-        rounding = _ROUNDING_IN_HALF if halves else _ROUNDING
-        total += (rounding * norm * grad.float().norm()).to(total.device)
+        for part, (term, norm) in enumerate(terms):
+            made, rounding = self.made[part], _ROUNDING_IN_HALF if halves else _ROUNDING
+            made[call.blocks] += term.to(made.device, made.dtype)
+            error = rounding * norm * grad.float().norm()
+            self.rounding[part] += error.to(self.rounding[part].device)
+        return True
 
     def share(self, part: int, whole: Tensor) -> Tensor:
         """Return the share of a whole gradient that the calls do not make; free what they make."""
@@ -74,6 +72,26 @@ class _Seen:
         # A weight's gradient of zero tells nothing (NaN), whatever the bias's tells.
         none = share.new_zeros(()) if part else share * 0
         return torch.where(rest <= self.rounding[part], none, share)
+
+
+class FirstError:
+    """Holds the first error of a block until the step asks for it.
+
+    If a rank raised an error of its backward pass alone, the others would wait.
+    """
+
+    def __init__(self, *, holds: bool) -> None:
+        self._holds = holds  # else the error is raised at once
+        self.error: Exception | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not self._holds or not isinstance(error, Exception):
+            return False
+        self.error = self.error or error
+        return True
 
 
 class Witness:
@@ -94,27 +112,25 @@ class Witness:
         self._results: dict[Layer, list[tuple[Tensor, Any]]] = {}
         self._known: dict[Layer, set[tuple[type, int]]] = {}  # kinds of calls, numbered in a pass
         self._gathered: Counter[Layer] = Counter()  # passes in which the layer gathered
-        self._calls: Counter[tuple[ForwardPass, Layer]] = Counter()  # since the last step
         # By layer and backward pass: calls (None: kinds do not tell), and gradients of biases.
         self._seen: dict[tuple[Layer, int | None], _Seen | None] = {}
-        self._compared: dict[Layer, ForwardPass] = {}
         self._of_bias: dict[tuple[Layer, int | None], Tensor] = {}
 
-    def watches(self, call: Layer, forward_pass: ForwardPass, weight: Tensor) -> bool:
+    def watches(self, call: Call) -> bool:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
-        layer, known = call.primary, self._known.setdefault(call.primary, set())
-        self._calls[forward_pass, layer] += 1
-        number = self._calls[forward_pass, layer]
+        layer, weight = call.layer.primary, call.anchor
+        known = self._known.setdefault(layer, set())
+        call.forward_pass.calls[layer] += 1
+        number = call.forward_pass.calls[layer]
         self._gathered[layer] += number == 1
         count = self._gathered[layer]
         again = number == 1 and not count & (count - 1) and weight.device.type in _WITHOUT_WAITING
-        if again or (type(call), number) not in known:
-            known.add((type(call), number))
-            if layer not in self.due:
+        if again or (type(call.layer), number) not in known:
+            known.add((type(call.layer), number))
+            if call.task < COMPARE:
                 self._later.add(layer)  # earlier calls of this pass were not kept whole
         # A rank's shard of a weight has no gradient of its own calls.
-        compares = self._compares(layer, forward_pass)
-        if not compares or is_sharded(weight) or not weight.is_leaf:
+        if call.task < COMPARE or is_sharded(weight) or not weight.is_leaf:
             return False
         if graph_task() is not None and (layer, 0) not in self._waiting:
             # A reentrant checkpoint: other gradients of this pass may have come before.
@@ -123,16 +139,13 @@ class Witness:
         self._wait_for(layer, weight)
         return True
 
-    def _compares(self, layer: Layer, forward_pass: ForwardPass) -> bool:
-        """Return whether to compare a layer; all parts of a pass that checkpoints part are."""
-        return layer in self.due or self._compared.get(layer) is forward_pass
-
-    def starts(self, *gathering: Collection[Layer]) -> None:
-        """Wait from the beginning of a pass for gradients of layers that a checkpoint runs."""
-        for layer in self._early & self.due:
-            weight, gathers = layer.weight, any([layer in layers for layers in gathering])
-            if gathers and weight is not None and layer.covers_now()[0] and not is_sharded(weight):
-                self._wait_for(layer, weight)
+    def arm(self, gathering: Collection[Layer]) -> None:
+        """Write who is compared; gradients of layers that a checkpoint runs may come early."""
+        for layer in self.due.intersection(gathering):
+            layer.task = COMPARE
+            if layer in self._early and layer.covers_now()[0] and not is_sharded(layer.weight):
+                assert layer.weight is not None
+                self._wait_for(layer, layer.weight)
 
     def _wait_for(self, layer: Layer, weight: Tensor) -> None:
         for part, parameter in enumerate((weight, layer.bias)):
@@ -145,14 +158,11 @@ class Witness:
     def add(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         """Add the rows of a call to those of its backward pass."""
         layer = call.layer.primary
-        if (layer, 0) not in self._waiting:
+        if not call.covers[0] or (layer, 0) not in self._waiting:
             return
         key = layer, graph_task()
         if key not in self._seen:
-            compares = self._compares(layer, call.forward_pass)
-            self._seen[key] = _Seen(layer, call.anchor) if compares else None
-            if compares:
-                self._compared[layer] = call.forward_pass
+            self._seen[key] = _Seen(layer, call.anchor)
         seen = self._seen[key]
         if seen is not None and 0 not in seen.made:  # the whole gradient came without these rows
             self._results.setdefault(layer, []).append((torch.ones(()), None))
@@ -212,9 +222,7 @@ class Witness:
         while self.handles:  # the layer may not gather in the next step
             self.handles.pop().remove()
         self._waiting.clear()
-        self._calls.clear()
         self._seen.clear()
-        self._compared.clear()
         return again
 
     @property

@@ -202,6 +202,7 @@ class Preconditioner:
             plan, self.groups.facts = self.groups.plan, None
             base.open(plan)
             base.rest(plan, [False] * len(plan.parameters))
+            self._choose()
             return
         if facts != self.groups.facts or self.groups.held != base.held(self.groups.plan):
             self.groups.compile(groups, base)
@@ -395,17 +396,15 @@ class Preconditioner:
         refreshing = parameters.in_force("inv_update_steps", number)
         due = self.schedule.gathers(number, gathering, bool(self.registry.late))
         self.slot = due, self.schedule.refreshes(number, gathering, refreshing)
-        wanted: list[Layer] = []
-        missing: list[Layer] = []
-        if due is not None:
-            fraction = parameters.upcoming("statistics_fraction", number)
-            # A layer gathers once in an interval, and early: each time it takes the next rows.
-            rounds = self.schedule.rounds_begun(number, gathering)
-            self.capture.sample = sampling.sample_of(fraction, rounds)
-            wanted = [*map(layers.__getitem__, due), *self.registry.late]
-            missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
-        # In a step that gathers nothing both are empty, so that hooks leave at once.
-        self.capture.wanted, self.capture.missing = frozenset(wanted), set(missing)
+        if due is None:  # hooks leave at once
+            self.capture.arm(None)
+            return
+        fraction = parameters.upcoming("statistics_fraction", number)
+        # A layer gathers once in an interval, and early: each time it takes the next rows.
+        rounds = self.schedule.rounds_begun(number, gathering)
+        wanted = [*map(layers.__getitem__, due), *self.registry.late]
+        missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
+        self.capture.arm(wanted, missing, sampling.sample_of(fraction, rounds))
 
     # ---- values that must be alike on all ranks ----
 
@@ -430,7 +429,7 @@ class Preconditioner:
         described = self._common(groups) | self.options.described()
         found = self.status.cover(groups, described, self._identity, first=not self._is_built)
         registry.rebuild(found, groups)
-        for layer in self.sums.of_layer.keys() - set(registry.layers.values()):
+        for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         former = self.capture if self._is_built else None
         if former is not None:
@@ -530,7 +529,7 @@ class Preconditioner:
     def discard(self) -> None:
         """Drop the statistics gathered since the last step, as their gradients are dropped."""
         self.capture.break_off()
-        if self.sums.of_layer:  # else drawn gradients still wait for their backward pass
+        if self.sums.passes:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
         self.sums.clear()
 

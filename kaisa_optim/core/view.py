@@ -215,7 +215,8 @@ class View:
                 '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
             )
         dim = fisher.dimension(outputs, kind, dim)
-        if kfac.capture.due:
+        # A checkpoint may have kept layers that gather from being tapped.
+        if kfac.capture.gathers or kfac.capture.tapped:
             seed = kfac.steps, kfac.ranks.rank, kfac.capture.draws
             fisher.draw(outputs, kind, dim, seed, kfac.capture, kfac.sums)
 

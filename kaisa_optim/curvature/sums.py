@@ -29,7 +29,6 @@ class LayerSums:
         self.crossed: LayerSums | None = None  # sums of crossed uses, with A and G exchanged
         # Counts of each section: of rows, or of passes under the papers' normalization.
         self.count = [0.0] * layer.sections
-        self.passes: set[ForwardPass] = set()
         self.is_scaled = False  # the sums are this rank's terms of the factors
         self.drawn = False  # G has gradients of drawn labels
         self.trained = False  # G has gradients that train
@@ -93,27 +92,20 @@ class FactorSums:
         self.loss_terms: str | float = "examples"
         self.loss_scale: Callable[[], Tensor | float] | None = None
         self.of_layer: dict[Layer, LayerSums] = {}
+        # The passes that trained each layer, whether it gathers or not. K is one number for all.
+        self.passes: dict[Layer, set[ForwardPass]] = {}
 
     # ---- within a step ----
 
     def add(
-        self,
-        layer: Layer,
-        forward_pass: ForwardPass,
-        covers: tuple[bool, bool],
-        moments: Moments | None,
-        drawn: bool = False,
+        self, layer: Layer, covers: tuple[bool, bool], moments: Moments, *, drawn: bool
     ) -> None:
-        """Add one pass through a layer; without moments, the pass counts for K alone."""
+        """Add one pass through a layer."""
         primary = layer.primary
         sums = self.of_layer.get(primary)
         if sums is None or sums.covers != covers:
-            anew = LayerSums(covers, primary)
-            if sums is not None:
-                anew.passes = sums.passes
-            sums = self.of_layer[primary] = anew
-        sums.passes.add(forward_pass)
-        if moments is None or moments.rows == 0 or moments.positions == 0:
+            sums = self.of_layer[primary] = LayerSums(covers, primary)
+        if moments.rows == 0 or moments.positions == 0:
             return  # an empty batch has no rows
         sums.drawn |= drawn
         sums.trained |= not drawn
@@ -142,9 +134,11 @@ class FactorSums:
 
     def drop(self, layer: Layer) -> None:
         self.of_layer.pop(layer, None)
+        self.passes.pop(layer, None)
 
     def clear(self) -> None:
         self.of_layer.clear()
+        self.passes.clear()
 
     def bytes(self) -> int:
         return sum(sums.bytes() for sums in self.of_layer.values())
@@ -165,8 +159,8 @@ class FactorSums:
         if self.loss_reduction == "sum":
             return 1.0
         if not isinstance(self.loss_terms, str):
-            return self.loss_terms if self.of_layer else 0.0
-        return self.terms_of(set().union(*[sums.passes for sums in self.of_layer.values()]))
+            return self.loss_terms if self.passes else 0.0
+        return self.terms_of(set().union(*self.passes.values()))
 
     def terms_of(self, passes: Iterable[ForwardPass]) -> float:
         """Return how many examples or positions these forward passes had."""

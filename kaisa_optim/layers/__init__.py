@@ -2,6 +2,10 @@
 
 from . import attention, conv, embedding, linear  # noqa: F401 (each registers its kinds)
 from .base import (
+    COMPARE,
+    COUNT,
+    GATHER,
+    LEAVE,
     Layer,
     Moments,
     PassSettings,
@@ -17,6 +21,10 @@ from .parameters import SCALES, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
 __all__ = [
+    "COMPARE",
+    "COUNT",
+    "GATHER",
+    "LEAVE",
     "SCALES",
     "Conv1DLayer",
     "EmbeddingLayer",

@@ -37,16 +37,26 @@ class Moments(NamedTuple):
     unit: Tensor | None = None  # the output gradients were divided by it; None: by 1
 
 
-class PassSettings(NamedTuple):
+class PassSettings:
     """The settings of the moments of one call of a layer."""
 
-    reduce: bool  # one row for each example: ā, Σ ∂L/∂s
-    dtype: torch.dtype  # the moments' dtype
-    blocks: slice = slice(None)  # the layer's blocks that the call sees
-    part: Part = WHOLE  # the part of the pass that is read
+    __slots__ = "blocks", "dtype", "part", "reduce"
+
+    def __init__(
+        self,
+        reduce: bool,  # one row for each example: ā, Σ ∂L/∂s
+        dtype: torch.dtype,  # the moments' dtype
+        blocks: slice = slice(None),  # the layer's blocks that the call sees
+        part: Part = WHOLE,  # the part of the pass that is read
+    ) -> None:
+        self.reduce, self.dtype, self.blocks, self.part = reduce, dtype, blocks, part
 
 
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
+
+# What a layer's hook does in the passes up to the next step: nothing; note the passes that come to
+# the layer; add their moments to the sums; and compare their rows with the gradient, too.
+LEAVE, COUNT, GATHER, COMPARE = range(4)
 
 
 # The last input's moment, for the next layer that is given the very same input. The moment is
@@ -96,6 +106,7 @@ class Layer:
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
     tied = False  # the weight has uses in both directions, plain and crossed ones
     turned = False  # the weight has crossed uses alone: G's side holds the inputs
+    task = LEAVE  # the one field that a hook reads; capture writes it once a step
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name

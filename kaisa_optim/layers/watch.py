@@ -69,7 +69,7 @@ class WatchMode(TorchFunctionMode):
 
     def __init__(self, around: Any) -> None:
         super().__init__()
-        self._around = around  # capture's Uses
+        self._around = around  # the Capture
         self.scopes: list[Scope] = []  # of the modules that run, the innermost last
 
     def begin(self, scope: Scope) -> None:
@@ -126,7 +126,7 @@ class WatchMode(TorchFunctionMode):
         if not self._around.sharded or not isinstance(base, nn.Parameter):
             return None
         for layer in self._around.sharded & scope.layers:
-            if any(base is whole for whole in self._around.gathered(layer)):
+            if any(base is whole for whole in self._around.wholes(layer)):
                 scope.known[id(base)] = base, layer
                 return base, layer
         return None

@@ -411,6 +411,8 @@ class AnyStep(BaseStep):
                     entry.pop(MOMENTUM, None)  # a loaded state has those of all ranks
             elif any(MOMENTUM in entry for entry in entries):
                 self._adopt(stack, entries, MOMENTUM)
+            else:  # a load may have taken the momenta away
+                stack.momentum, stack.momenta = None, []
 
     def keeps(self, group: Group) -> bool:
         return False  # as a rule, the base keeps one on all ranks

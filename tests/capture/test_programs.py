@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from kaisa_optim import KFACSGD
+from kaisa_optim.capture.forward_pass import accumulates_into
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.capture.tap import accumulates_into
-from kaisa_optim.capture.uses import Uses
-from kaisa_optim.layers import Layer, watch
+from kaisa_optim.layers import GATHER, Layer, watch
 from tests.support.programs import Program, Rows
 
 COUNT = int(os.environ.get("PROGRAMS", "100"))
@@ -117,10 +116,10 @@ class Seen(NamedTuple):
 
 def noting(seen: list[Seen]) -> AbstractContextManager[Any]:
     """Note all calls whose rows enter the sums."""
-    real = Capture._record
+    real = Capture.record
 
     def record(self: Capture, call: Any, x: Tensor, grad: Tensor) -> None:
-        if call.gathers and accumulates_into(call.anchor):
+        if call.task >= GATHER and accumulates_into(call.anchor):
             layer = call.layer
             made = layer.gradient(x, grad)
             of_bias = layer.output_rows(x, grad).sum((1, 2)) * layer.adds_bias
@@ -129,7 +128,7 @@ def noting(seen: list[Seen]) -> AbstractContextManager[Any]:
             seen.append(Seen(layer.primary, made, of_bias, call.blocks))
         real(self, call, x, grad)
 
-    return mock.patch.object(Capture, "_record", record)
+    return mock.patch.object(Capture, "record", record)
 
 
 def outcome_of(seed: int) -> Counter[str]:
@@ -195,7 +194,7 @@ def _trains(view: Tensor, base: Any) -> bool:
 TAP = Capture._tap
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "a use counts twice": (Capture, "_tap", _twice),
-    "uses that were found are not watched": (Uses, "noted", lambda *_: []),
+    "uses that were found are not watched": (Capture, "_note", lambda *_: None),
     "views under no_grad are uses": (watch, "_trains", _trains),
 }
 

@@ -181,9 +181,7 @@ def test_all_calls_of_the_first_step_are_searched():
     sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
     assert sums["words"].crossed is not None
     opt.step()
-    assert (
-        opt.preconditioner.coverage().elsewhere == {} and not opt.preconditioner.capture.uses.sought
-    )
+    assert opt.preconditioner.coverage().elsewhere == {} and not opt.preconditioner.capture.sought
 
 
 def test_a_use_that_begins_later_is_found_once_the_gradient_tells():

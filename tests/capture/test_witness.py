@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACAdam
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.capture.uses import Uses
 from kaisa_optim.layers import Layer, WatchMode, watch
 from kaisa_optim.layers.linear import LinearLayer
 from tests.layers.test_uses import Body, loss_of
@@ -125,6 +124,15 @@ def test_a_penalty_is_told_with_its_share_and_the_layer_stays_covered():
     expected = float(decay.norm() / max(whole.norm(), of_rows.norm()))
     assert shares == {"first": pytest.approx(expected, rel=1e-6)}
     assert len(texts) == 1 and "first" in texts[0]
+
+
+def test_a_penalty_of_the_second_micro_batch_is_told():
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        loss_of(net(x)).backward()
+        return loss_of(net(x)) + 0.5 * net.first.weight.square().sum()
+
+    shares, texts = elsewhere(seeded(Head), normal(6, 4), loss, steps=2)
+    assert shares.keys() == {"first"} and len(texts) == 1
 
 
 def test_a_use_outside_of_the_models_forward_is_told():
@@ -266,7 +274,7 @@ TAP, ROWS, PICKED = Capture._tap, LinearLayer.input_rows, WatchMode.rows
 FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, str, Any]] = {
     "a call counts twice": (Again, Capture, "_tap", _twice),
     "rows are read wrongly": (Again, LinearLayer, "input_rows", _flipped),
-    "a second use is not seen": (Again, Uses, "takes", lambda *_: False),
+    "a second use is not seen": (Again, Capture, "takes", lambda *_: False),
     "a padding has rows": (_by_use(_padded), WatchMode, "rows", _without_padding),
     "rows are divided by counts": (
         _by_use(_by_counts),

@@ -26,17 +26,6 @@ def answers() -> list[str]:
     return [name for name in vars(View) if not name.startswith("_") and name != "account"]
 
 
-def test_the_next_passes_follow_what_is_set() -> None:
-    kfac = built(staggered=False, inv_update_steps=4, factor_update_steps=4)
-    kfac.steps = 2
-    kfac.factor_update_steps = 4
-    assert not kfac.capture.wanted
-    kfac.factor_update_steps = 2
-    assert len(kfac.capture.wanted) == 2 and kfac.capture.sample is None
-    kfac.statistics_fraction = 0.5
-    assert kfac.capture.sample is not None
-
-
 def test_every_setting_and_every_answer_is_forwarded_with_its_text() -> None:
     for name in SETTABLE:
         text = inspect.getdoc(getattr(Preconditioner, name))

@@ -435,8 +435,8 @@ def _check_moved() -> None:
         sums = opt.preconditioner.sums
         add = sums.add
 
-        def moved(layer, one_pass, covers, moments, drawn, add=add, where=where):
-            add(layer, one_pass, covers, _moved(moments, where), drawn)
+        def moved(layer, covers, moments, drawn, add=add, where=where):
+            add(layer, covers, _moved(moments, where), drawn=drawn)
 
         for layer in layers.values():
             _run_on(layer, where)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.capture.tap import top_hooks
+from kaisa_optim.capture.forward_pass import top_hooks
+from kaisa_optim.layers import GATHER
 from kaisa_optim.layers.sampling import WHOLE, sample_of
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
@@ -416,7 +417,8 @@ def test_under_autocast_only_the_part_is_copied(way):
     layer = prepared(nn.Linear(4, 3)).float()
     net = Checkpointed(layer, way)
     opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
-    opt.preconditioner.capture.witness.due.clear()  # a comparison takes the whole input
+    for layer in opt.preconditioner.layers.values():
+        layer.task = GATHER  # a comparison takes the whole input
     x = normal(8, 4).float().requires_grad_()
     held: list[tuple[Any, ...]] = []
 
