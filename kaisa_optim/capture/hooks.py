@@ -217,7 +217,8 @@ class Capture:
         self._precision = precision  # of float32 products
         self.errors = FirstError(holds=keep_errors)
         self.witness = Witness(layers, self.errors)
-        self.arm((), (), None)
+        self.is_armed = self.gathers = False  # whether layers may gather, and whether any does
+        self.arm(())
         self.was_paused = False  # since the last reset
         self.backwards = 0  # calls since the last reset that a pass reached and trained
         self.draws = 0  # calls of fisher.draw since the last reset
@@ -296,7 +297,7 @@ class Capture:
         changed = changed if self.is_armed else []
         trains = [x for x in (*missing, *changed) if any(x.covers_now())]
         due = self.wanted.union(trains)
-        self.gathers = bool(due)  # whether any layer does
+        self.gathers = bool(due)
         idle = COUNT if due and self._counts else LEAVE
         for layer in self._layers:
             layer.task = GATHER if layer in due else idle

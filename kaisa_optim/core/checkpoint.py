@@ -112,6 +112,19 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             kfac.groups.published[layer] = values
 
 
+def apart(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return entries with memory of their own: a pickled row would take its whole stack along."""
+
+    def alone(value: Any) -> Any:
+        is_row = type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes
+        return value.clone() if is_row else value
+
+    return {
+        key: {k: alone(v) for k, v in entry.items()} if isinstance(entry, dict) else entry
+        for key, entry in state.items()
+    }
+
+
 def _convention(kfac: Preconditioner) -> int:
     """Return a code of the factors' meaning; factors of another convention do not fit here."""
     o = kfac.options

@@ -135,10 +135,6 @@ class CompiledPlan:
         rows = [(stack, [i for i, x in enumerate(flags) if not x]) for stack, flags in each]
         return [(stack, own) for stack, own in rows if own]
 
-    def clear(self) -> None:
-        for stack in self.stacks:
-            stack.buffer = stack.ahead = None
-
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
     """Return the clip's terms, ``[blocks, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.

@@ -132,7 +132,7 @@ class Preconditioner:
         reports.warn_at_construction(self.registry, self.ranks, self.rule)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_built:  # own attributes appear during construction
+        if self._is_built and name not in self.__dict__:  # own ones appear during construction
             refuse_name(self, name, value)
         super().__setattr__(name, value)
 
@@ -225,20 +225,21 @@ class Preconditioner:
         numbers = base.follow(plan)
         for transport in plan.transports:
             transport.exchange(functools.partial(self._make, numbers))
-        kl_clip = self.hyperparameters.kl_clip
-        if self.rule.makes_directions or kl_clip is None or plan.whole is None:
-            plan.finish(self.rule.length, numbers)
+        length = self.rule.length
+        if length is not None or self.kl_clip is None or plan.whole is None:
+            plan.finish(length, numbers)
         else:
             alphas = [
                 rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
             ]
-            plan.clip(kl_clip, alphas)
+            plan.clip(self.kl_clip, alphas)
         if plan.leaving:
             base.let_go(plan)
         with stage("base step"):
             base.rest(plan, numbers.present)
             base.descend(plan, numbers.present)
-        plan.clear()
+        for stack in plan.stacks:  # scratch ends with the step
+            stack.buffer = stack.ahead = None
 
     def _make(self, base: BaseNumbers, share: Share) -> None:
         """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""

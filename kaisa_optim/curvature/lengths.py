@@ -158,12 +158,10 @@ class Share:
             self._last[name] = values, per_block(self.layers, of_layer.__getitem__, self.like)
         return self._last[name][1]
 
-    def present(self, base: BaseNumbers) -> Tensor | None:
+    def present(self, present: list[bool]) -> Tensor | None:
         """Return for each block whether it has a gradient; ``None`` if all have one."""
-        if base.present is None:
-            return None
         pairs = zip(self.layers, self.weights, self.biases, strict=True)
-        of_layer = {x: base.present[weight] or base.present[bias] for x, weight, bias in pairs}
+        of_layer = {x: present[weight] or present[bias] for x, weight, bias in pairs}
         if all(of_layer.values()):
             return None
         return per_block(self.layers, of_layer.__getitem__, self.like) > 0
@@ -231,7 +229,7 @@ class AdamLength(Length):
         # A layer that starts anew has counted steps before: its first square stands for these, or
         # its steps would be 12 times as long after 200 steps.
         moved = torch.where(older > 0, moved, measured * adam.all2)
-        present = share.present(base)
+        present = None if base.present is None else share.present(base.present)
         if present is not None:  # the other blocks' moments stay as they are
             moved = torch.where(present, moved, older)
         torch._foreach_copy_(stacks, list(moved.split(share.sizes)))

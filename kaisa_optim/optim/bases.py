@@ -117,7 +117,8 @@ class BaseStep:
         """Empty the entries of parameters that leave, before the base steps them."""
         for p in plan.leaving:
             if p.grad is not None and p in self.optimizer._stepped:
-                self.release(self.optimizer.state[p])
+                if p in self.optimizer.state:  # it may have left the optimizer, too
+                    self.release(self.optimizer.state[p])
                 self.optimizer._stepped.discard(p)
 
     def keeps(self, group: Group) -> bool:
@@ -258,7 +259,6 @@ class RawStep(BaseStep):
         for stack in plan.stacks:
             stack.buffer.zero_()
         self.descend(plan, present)
-        plan.clear()
 
 
 class AdamStep(BaseStep):
@@ -548,7 +548,7 @@ def descend(
     params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
 ) -> None:
     """Step along directions, which may be overwritten; weights decay apart from them."""
-    lr = rate_for(lr, params[0])
+    lr = rate_for(lr, params[0]) if isinstance(lr, Tensor) else lr
     if isinstance(lr, Tensor):
         torch._foreach_mul_(directions, lr)
     if decay != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -246,6 +247,8 @@ class KFACMixin(Optimizer):
             loading.warn_of_share(self)
         # Run before the user's own hooks, so that they see the whole state.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
+        begun = {p for p, entry in self.state.items() if entry}
+        checkpoint.publish(self.preconditioner, self.state, only=begun)
         try:
             return super().state_dict()
         finally:
@@ -343,8 +346,10 @@ class KFACMixin(Optimizer):
                 "group can; save its state_dict()"
             )
         kept = ("_kfac_model", "_group_defaults", "_group_schedules")
+        base = super().__getstate__()
         return {
-            **super().__getstate__(),
+            **base,
+            "state": defaultdict(dict, checkpoint.apart(base["state"])),
             **{name: self.__dict__[name] for name in kept},
             "_kfac_options": self.preconditioner.hyperparameters.current_options(),
         }
@@ -389,6 +394,8 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
+    if optimizer.preconditioner.ranks.world > 1:  # each rank's share is saved, or sent, alone
+        state_dict["state"] = checkpoint.apart(state_dict["state"])
     for index, p in enumerate(parameters):
         if entry := gathered.get(p):
             state_dict["state"][index] = {**state_dict["state"].get(index, {}), **entry}

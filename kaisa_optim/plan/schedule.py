@@ -42,7 +42,7 @@ class Schedule:
         if step in self._early:  # a refresh takes the statistics of its own step
             return self._active
         extra = late and step % interval == (1 + step // interval) % interval
-        slot = self.gathering_slots(interval).get(step % interval)
+        slot = self.refresh_slots(interval, interval).get(step % interval)
         return frozenset() if slot is None and extra else slot
 
     def refreshes(self, step: int, gathering: int, interval: int) -> frozenset[str]:
