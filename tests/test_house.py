@@ -16,12 +16,12 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 13_951,
-    "functions of the package": 962,
+    "lines of the package": 13_892,
+    "functions of the package": 952,
     "files of the package": 74,
     "lines of tools": 2_185,
     "lines of tests": 31_012,
-    "lines of benchmarks": 8_220,
+    "lines of benchmarks": 8_217,
 }
 ALLOWED = 0.01  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind

@@ -109,13 +109,9 @@ class CompiledPlan:
         share = self.whole
         terms = [x for transport in self.transports for x in transport.terms()]
         each = torch.cat([x.to(share.like.device) for x in terms]).index_select(0, share.order)
-        order = sorted(range(len(share.layers)), key=lambda i: share.layers[i].number)
-        rows = torch.stack(
-            [
-                x[0] if len(x) == 1 else x.sum(0)
-                for x in each.split([share.counts[i] for i in order])
-            ]
-        )
+        order = share.ordered
+        of_layers = each.split([share.counts[i] for i in order])
+        rows = torch.stack([x[0] if len(x) == 1 else x.sum(0) for x in of_layers])
         weights, biases = share.of_groups([*alphas, 0.0])
         if are_alike([*weights, *biases]):
             total: Any = rows.select(1, 0).sum() * _squared(weights[0])

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..plan.moves import TensorSpec
-from .group import Group, per_block, sent, stack_key
+from .group import Group, per_block, sent, stack_key, strides
 
 Number = float | Tensor  # a tensor has one entry a block
 
@@ -87,9 +87,12 @@ class Share:
         self.free = per_block(self.layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
         self._last: dict[str, tuple[list[Any], Tensor]] = {}
         places = torch.arange(sum(self.counts), device="cpu").split(self.counts)
-        both = sorted(zip(self.layers, places, strict=True), key=lambda x: x[0].number)
-        # The blocks' places in the order of the layers' numbers, alike on all ranks.
-        self.order = sent(torch.cat([place for _, place in both]), self.like.device)
+        # The layers with parameters in the plan, and their blocks' places, in the order of the
+        # layers' numbers, alike on all ranks: the bits of sums depend on what is added.
+        ours = [i for i, x in enumerate(zip(self.weights, self.biases, strict=True)) if max(x) >= 0]
+        self.ordered = sorted(ours, key=lambda i: self.layers[i].number)
+        none = torch.empty(0, dtype=torch.long, device="cpu")
+        self.order = sent(torch.cat([none, *(places[i] for i in self.ordered)]), self.like.device)
         self._find_plain(index, [int(place[0]) for place in places])
         self.measured: Tensor | None = None  # sums over each block, of what the base measures
         self.squares: Tensor | None = None  # of squares of the weights
@@ -101,17 +104,20 @@ class Share:
         plain: list[tuple[int, int]] = []  # a parameter's place in the plan, and its block
         whole = []
         for layer, start in zip(self.layers, starts, strict=True):
-            like = [torch.empty(p.shape, device="meta") for p in layer.parameters]
-            parts = zip(layer.parameters, layer.parameter_parts(like), strict=True)
-            is_whole = layer.blocks == 1 and all(x.numel() == p.numel() for p, x in parts)
+            layouts = [(p.shape, strides(p)) for p in layer.parameters]
+            like = [torch.empty_strided(*layout, device="meta") for layout in layouts]
+            parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
+            is_whole = layer.blocks == 1 and parts == layouts
             plain += [(index[p], start) for p in layer.parameters if is_whole and p in index]
             whole += [is_whole] * layer.blocks
         self._plain = [place for place, _ in plain]
         blocks = torch.tensor([block for _, block in plain], dtype=torch.long, device="cpu")
         self._block_of = sent(blocks, self.like.device)
-        self._is_whole = None
-        if not all(whole):
-            self._is_whole = sent(torch.tensor(whole, device="cpu"), self.like.device)
+        # For each group, whether its blocks are of such layers.
+        self._is_whole: list[bool | Tensor] = []
+        for flags in torch.tensor(whole, device="cpu").split(self.sizes):
+            is_mixed = flags.any() and not flags.all()
+            self._is_whole.append(sent(flags, self.like.device) if is_mixed else bool(flags[0]))
 
     def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
         """Return sums over each block of the plan's ``tensors``, which are stacks of this name.
@@ -123,13 +129,16 @@ class Share:
             chosen = [tensors[i] for i in self._plain]
             norms = torch.stack(torch._foreach_norm(chosen, 2, dtype=self.like.dtype))
             total.index_add_(0, self._block_of, norms.square_())
-        if squares and self._is_whole is None:
-            return total
-        matrices = [group.collect(name) for group in self.groups]
-        sums = torch.cat([(x.square_() if squares else x).sum((1, 2)) for x in matrices])
-        if not squares or self._is_whole is None:
-            return sums
-        return torch.where(self._is_whole, total, sums)
+        both = zip(self.groups, total.split(self.sizes), self._is_whole, strict=True)
+        for group, part, is_whole in both:
+            if squares and is_whole is True:
+                continue
+            matrices = group.collect(name)
+            sums = (matrices.square_() if squares else matrices).sum((1, 2))
+            if squares and isinstance(is_whole, Tensor):
+                sums = torch.where(is_whole, part, sums)
+            part.copy_(sums)
+        return total
 
     def of_groups(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
         """Return the groups' values for the layers' weights and for their biases."""
