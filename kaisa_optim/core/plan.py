@@ -53,6 +53,7 @@ class CompiledPlan:
         self.nu: Tensor | None = None  # of the last step's clip
         self.whole: Share | None = None  # all blocks, where some number goes by all of them
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
+        self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
@@ -62,8 +63,8 @@ class CompiledPlan:
             kinds.setdefault((number, p.device, p.dtype, type(p)), []).append(i)
         self.kinds = [(number, places) for (number, *_), places in kinds.items()]
 
-    def collect(self) -> list[bool] | None:
-        """Stack the gradients; return whether each parameter has one, ``None`` if all have."""
+    def collect(self) -> None:
+        """Stack the gradients, and note which parameters have one."""
         gradients: list[Any] = parts_here([p.grad for p in self.parameters])  # type: ignore[misc]
         for stack in self.stacks:
             if stack.mine or stack.is_partial:
@@ -71,7 +72,7 @@ class CompiledPlan:
             else:
                 stack.buffer = stack.empty()
         present = [gradient is not None for gradient in gradients]
-        return None if all(present) else present
+        self.present = None if all(present) else present
 
     def rows(self) -> list[Tensor]:
         """Return the buffers' rows, one for each parameter."""

@@ -201,7 +201,8 @@ class Preconditioner:
             self.groups.compile(groups, base, all_layers=True)
             plan, self.groups.facts = self.groups.plan, None
             base.open(plan)
-            base.rest(plan, [False] * len(plan.parameters))
+            plan.present = [False] * len(plan.parameters)
+            base.rest(plan)
             self._choose()
             return
         if facts != self.groups.facts or self.groups.held != base.held(self.groups.plan):
@@ -236,8 +237,8 @@ class Preconditioner:
         if plan.leaving:
             base.let_go(plan)
         with stage("base step"):
-            base.rest(plan, numbers.present)
-            base.descend(plan, numbers.present)
+            base.rest(plan)
+            base.descend(plan)
         for stack in plan.stacks:  # scratch ends with the step
             stack.buffer = stack.ahead = None
 

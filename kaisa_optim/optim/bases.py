@@ -7,6 +7,7 @@ checkpoints go from one to the other. Ranks that only receive a direction keep n
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -100,12 +101,10 @@ class BaseStep:
 
     def held(self, plan: CompiledPlan) -> tuple[list[int], list[Any]]:
         """Return which entries there are, and the tensors in the plan's: users may replace some."""
-        state = [
-            x.get(checkpoint.STEP) if isinstance(x, dict) else x
-            for x in self.optimizer.state.values()
-        ]
-        entries = [*map(id, self.optimizer.state.values()), *map(id, state)]
-        return entries, [id(x.get(key)) for key in (self.momentum, "step") for x in plan.entries]
+        entries = [*self.optimizer.state.values()]
+        counts = [x.get(checkpoint.STEP) for x in entries if isinstance(x, dict)]
+        own = [x.get(key) for key in (self.momentum, "step") for x in plan.entries]
+        return [*map(id, entries), *map(id, counts)], [*map(id, own)]
 
     def part_from(self, plan: CompiledPlan) -> None:
         """Note the parameters that K-FAC stepped before, and the base is to step."""
@@ -162,8 +161,10 @@ class BaseStep:
 
         A parameter without a gradient keeps its momentum, and makes no direction.
         """
-        present = plan.collect()
-        settings = self.settings(plan, present)
+        plan.collect()
+        settings, present = self.settings(plan), plan.present
+        if present is not None and settings:
+            settings = [x if own else self.idle for x, own in zip(settings, present, strict=True)]
         of_group = [[] for _ in self.groups]  # type: list[list[ParameterStack]]
         for stack in plan.stacks:
             if stack.mine:
@@ -176,32 +177,38 @@ class BaseStep:
         rests = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
         for group, stacks in zip(self.groups, of_group, strict=True):
             if stacks:
-                self.ahead(group, stacks, present)
+                self.ahead(group, stacks, plan)
         for stack, rows, momenta in rests:
             if stack.ahead is stack.momentum:
                 stack.ahead = stack.momentum.clone()
             stack.ahead[rows] = 0
             assert stack.momentum is not None
             stack.momentum[rows] = momenta
-        return BaseNumbers(self._rates(), settings, None if present is None else [*present, False])
+        return self.numbers(plan, settings)
+
+    def numbers(self, plan: CompiledPlan, settings: list[Any]) -> BaseNumbers:
+        """Return the step's numbers; the last of each list is of a parameter without a place."""
+        present = None if plan.present is None else [*plan.present, False]
+        return BaseNumbers(self._rates(), [*settings, self.idle], present)
 
     def _rates(self) -> list[Any]:
         rates = [1.0 if group.get("lr") is None else group["lr"] for group in self.groups]
         host = [isinstance(x, Tensor) and x.device.type == "cpu" for x in rates]
         return [float(x) if on_host else x for x, on_host in zip(rates, host, strict=True)] + [0.0]
 
-    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan) -> list[Any]:
         """Count a step of the parameters; return what the length has to know of each."""
         return []
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
         """Move the momenta; leave the tensors along which the base would step in the stacks."""
         raise NotImplementedError
 
-    def descend(self, plan: CompiledPlan, present: list[bool] | None) -> None:
+    def descend(self, plan: CompiledPlan) -> None:
         """Step along the directions in the plan's buffers, and let the base step the others."""
         rows = plan.rows()
         for number, places in plan.kinds:
+            present = plan.present
             moved = places if present is None else [i for i in places if present[i]]
             if moved:
                 params = [plan.parameters[i] for i in moved]
@@ -210,7 +217,7 @@ class BaseStep:
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         descend(parts_here(params), directions, group["lr"], group.get("weight_decay", 0.0))
 
-    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan) -> None:
         """Let the base step the parameters that are not the plan's."""
         if not any(plan.rest):
             return
@@ -234,31 +241,28 @@ class RawStep(BaseStep):
         """Do nothing: the base has stepped all parameters so far."""
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        present = plan.collect()
+        plan.collect()
         for stack in plan.stacks:
             stack.ahead = stack.buffer
-        return BaseNumbers(self._rates(), [], present)
+        return self.numbers(plan, [])
 
-    def descend(self, plan: CompiledPlan, present: list[bool] | None) -> None:
-        new: list[Any] = plan.rows()
-        both = enumerate(zip(plan.parameters, new, strict=True))
-        pairs: Pairs = [
-            (p, sharded_like(p, x) if is_sharded(p) else x)
-            for i, (p, x) in both
-            if present is None or present[i]
-        ]
+    def descend(self, plan: CompiledPlan) -> None:
+        both = zip(plan.parameters, plan.rows(), strict=True)
+        pairs: Pairs = [(p, sharded_like(p, x) if is_sharded(p) else x) for p, x in both]
+        if plan.present is not None:
+            pairs = [*itertools.compress(pairs, plan.present)]
         with gradients_of(pairs):
             self.optimizer.base_step()
 
-    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan) -> None:
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
     def open(self, plan: CompiledPlan) -> None:
         """Let the base make its entries by gradients of zero."""
-        present = plan.collect()
+        plan.collect()
         for stack in plan.stacks:
             stack.buffer.zero_()
-        self.descend(plan, present)
+        self.descend(plan)
 
 
 class AdamStep(BaseStep):
@@ -269,18 +273,15 @@ class AdamStep(BaseStep):
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan) -> list[Any]:
         assert plan.counts is not None
+        present = plan.present
         plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
         pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
         of_pair = {pair: _adam_settings(self.groups[pair[0]], pair[1]) for pair in set(pairs)}
-        settings = [of_pair[pair] for pair in pairs]
-        if present is not None:
-            both = zip(settings, present, strict=True)
-            settings = [x if has_gradient else self.idle for x, has_gradient in both]
-        return [*settings, self.idle]
+        return [of_pair[pair] for pair in pairs]
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
         momenta, gradients = ([getattr(x, n) for x in stacks] for n in ("momentum", "buffer"))
         beta = float(group["betas"][0])
         if group.get("grad_averaging", True):
@@ -313,22 +314,19 @@ class LAMBStep(AdamStep):
     def limited(self) -> Pairs:
         return clipped_gradients(self.groups)
 
-    def settings(self, plan: CompiledPlan, present: list[bool] | None) -> list[Any]:
+    def settings(self, plan: CompiledPlan) -> list[Any]:
         of_group = [_adam_settings(group, group.get("step", 0) + 1) for group in self.groups]
-        settings = [of_group[number] for number in plan.numbers]
-        if present is not None:
-            both = zip(settings, present, strict=True)
-            settings = [x if has_gradient else self.idle for x, has_gradient in both]
-        return [*settings, self.idle]
+        return [of_group[number] for number in plan.numbers]
 
-    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan) -> None:
+        present = plan.present
         stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
         counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(self.groups)]
         limits = [group["max_grad_norm"] for group in self.groups]
         try:
             for group in self.groups:  # the gradients are limited already
                 group["max_grad_norm"] = None
-            super().rest(plan, present)
+            super().rest(plan)
         finally:
             for group, limit, count in zip(self.groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
@@ -357,14 +355,22 @@ class SGDStep(BaseStep):
     def keeps(self, group: Group) -> bool:
         return bool(group["momentum"] != 0)
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], present: list[bool] | None) -> None:
+    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
         gradients = [stack.buffer for stack in stacks]
         if not self.keeps(group):
             for stack in stacks:
                 stack.ahead = stack.buffer
             return
         for stack in [x for x in stacks if x.fresh]:
-            self._begin(group, stack, present)
+            # The first momentum is to be the gradient: dampening begins in the second step.
+            flags, start = plan.present, stack.at.start
+            graded = [flags is None or flags[start + row] for row in stack.fresh]
+            share = float(group["dampening"]) / float(group["momentum"])
+            for row in itertools.compress(stack.fresh, graded) if share else ():
+                stack.momentum[row].add_(stack.buffer[row], alpha=share)  # type: ignore[index]
+            stack.fresh = [
+                row for row, begins in zip(stack.fresh, graded, strict=True) if not begins
+            ]
         momenta: list[Any] = [stack.momentum for stack in stacks]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
@@ -373,16 +379,6 @@ class SGDStep(BaseStep):
             ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
         for stack, tensor in zip(stacks, ahead, strict=True):
             stack.ahead = tensor
-
-    def _begin(self, group: Group, stack: ParameterStack, present: list[bool] | None) -> None:
-        """Let the first momentum be the gradient: dampening begins in the second step."""
-        graded = [True] * len(stack.parameters) if present is None else present[stack.at]
-        rows = [row for row in stack.fresh if graded[row]]
-        stack.fresh = [row for row in stack.fresh if not graded[row]]
-        share = float(group["dampening"]) / float(group["momentum"])
-        for row in rows if share else ():
-            assert stack.momentum is not None
-            stack.momentum[row].add_(stack.buffer[row], alpha=share)
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
@@ -421,8 +417,8 @@ class AnyStep(BaseStep):
         return "exp_avg" not in entry
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        present = plan.collect()
-        steps = self._steps(plan)
+        plan.collect()
+        steps, present = self._steps(plan), plan.present
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
             if not stack.mine:
@@ -451,7 +447,7 @@ class AnyStep(BaseStep):
         plan.measure(self.length.measures)
         for stack, gradient in zip(plan.stacks, gradients, strict=True):
             stack.buffer = gradient
-        return BaseNumbers(self._rates(), [], None if present is None else [*present, False])
+        return self.numbers(plan, [])
 
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.
@@ -469,7 +465,7 @@ class AnyStep(BaseStep):
             torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
         return [before - after for before, after in zip(former, moved, strict=True)]
 
-    def rest(self, plan: CompiledPlan, present: list[bool] | None) -> None:
+    def rest(self, plan: CompiledPlan) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
     def open(self, plan: CompiledPlan) -> None:

@@ -112,7 +112,8 @@ def _state(
     plan, part = CompiledPlan(stacks, rest), step(base)
     part.adopt(plan)
     part.open(plan)
-    part.rest(plan, [False] * len(ours))
+    plan.present = [False] * len(ours)
+    part.rest(plan)
     everywhere, momenta = 0, []
     for group in optimizer.param_groups:
         for p in group["params"]:

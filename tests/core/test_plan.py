@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, KFACAdam, with_kfac
+from kaisa_optim.comm.sharding import is_sharded, local
+from tests.support.ranks import run
 from tests.support.training import assert_near, assert_same
 
 ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
@@ -152,3 +157,56 @@ def test_a_pickle_has_each_number_once(cls):
     assert len(pickle.dumps(opt)) - len(pickle.dumps(model)) <= 1.1 * state
     copied = pickle.loads(pickle.dumps(opt))
     assert_same(copied.state_dict()["state"], opt.state_dict()["state"])
+
+
+def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
+    """Take a step in which two parameters have no gradient; return how many momenta are here."""
+    model = Net()
+    if shards:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    opt = with_kfac(cls)(model, lr=0.01, weight_decay=0.01, **options)
+    learn(model, opt, 0)
+    learn(model, opt, 1)
+    resting = [model.body[1].weight, model.body[1].bias, model.norm.weight]
+
+    def held() -> list[Tensor]:
+        entries = [{k: v for k, v in opt.state[p].items() if k in KEYS} for p in resting]
+        tensors = [*resting, *(v for entry in entries for v in entry.values())]
+        return [local(x).clone() if is_sharded(x) else x.clone() for x in tensors]
+
+    before = held()
+    generator = torch.Generator().manual_seed(2)
+    opt.zero_grad()
+    x = torch.randn(6, 2, 6, 6, generator=generator, dtype=torch.float64)
+    model(x).square().mean().backward()
+    for p in resting:
+        p.grad = None
+    opt.step()
+    assert_same(held(), before)
+    return len(before)
+
+
+MOMENTA = "momentum_buffer", "exp_avg", "kfac-momentum"
+KEYS = (*MOMENTA, "exp_avg_sq", "square_avg", "step", "kfac_square_sum")
+SPREADS: dict[str, dict[str, Any]] = {
+    "local": {"assignment": "opt"},
+    "rows": {"assignment": "layer-wise"},
+    "shards": {},
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("cls", "options", "count"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, 6),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}, 6),
+        (torch.optim.Adam, {}, 11),
+        (torch.optim.RMSprop, {}, 11),
+    ],
+    ids=["SGD", "nesterov", "Adam", "RMSprop"],
+)
+def test_a_parameter_without_a_gradient_keeps_all_bits(cls, options, count, spread):
+    """Weight, momentum, second moment and count; one rank has the layer's momenta, or both."""
+    found = run(2, rests, cls, {**options, **SPREADS[spread]}, spread == "shards")
+    assert max(found) == count
