@@ -172,7 +172,8 @@ class BaseStep:
         for group, stacks in zip(self.groups, of_group, strict=True):
             if group.get("maximize") and stacks:
                 torch._foreach_neg_([stack.buffer for stack in stacks])
-        plan.measure(self.length.measures)
+        if self.length.measures != "sums":
+            plan.measure(self.length.measures)
         missing = [] if present is None else plan.missing(present)
         rests = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
         for group, stacks in zip(self.groups, of_group, strict=True):
@@ -417,37 +418,29 @@ class AnyStep(BaseStep):
         return "exp_avg" not in entry
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        plan.collect()
-        steps, present = self._steps(plan), plan.present
+        steps = self._steps(plan)
+        numbers = super().follow(plan)
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
-            if not stack.mine:
-                continue
-            entries = plan.entries[stack.at]
-            graded = [True] * len(entries) if present is None else present[stack.at]
-            both = zip(entries, graded, strict=True)
-            moments = parts_here(
-                [entry.get("exp_avg") if g else None for entry, g in both]  # type: ignore[misc]
-            )
-            if all(x is not None for x, g in zip(moments, graded, strict=True) if g):
-                stack.ahead = stack.stacked(moments)
-            else:  # the base has none: K-FAC keeps them
-                if stack.momentum is None:
-                    self._adopt(stack, entries, MOMENTUM)
-                assert stack.momentum is not None
-                slope = -stack.buffer if self.groups[stack.number].get("maximize") else stack.buffer
-                resting = [i for i, g in enumerate(graded) if not g]
-                momenta = stack.momentum[resting]
-                stack.ahead = stack.momentum.lerp_(slope, 1 - _DECAY)
-                if resting:
-                    stack.ahead = stack.momentum.clone()
-                    stack.ahead[resting] = 0
-                    stack.momentum[resting] = momenta
-            stack.buffer = stack.ahead * step
-        plan.measure(self.length.measures)
+            stack.buffer = stack.ahead * step if stack.mine else stack.buffer
+        plan.measure("sums")
         for stack, gradient in zip(plan.stacks, gradients, strict=True):
             stack.buffer = gradient
-        return self.numbers(plan, [])
+        return numbers
+
+    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+        for stack in stacks:
+            entries = plan.entries[stack.at]
+            graded = [True] * len(entries) if plan.present is None else plan.present[stack.at]
+            both = [*zip(entries, graded, strict=True)]
+            if all("exp_avg" in entry for entry, is_graded in both if is_graded):
+                own: Any = [entry["exp_avg"] if is_graded else None for entry, is_graded in both]
+                stack.ahead = stack.stacked(parts_here(own))
+                continue
+            if stack.momentum is None:  # the base has none: K-FAC keeps them
+                self._adopt(stack, entries, MOMENTUM)
+            assert stack.momentum is not None
+            stack.ahead = stack.momentum.lerp_(stack.buffer, 1 - _DECAY)
 
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.

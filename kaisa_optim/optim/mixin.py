@@ -63,7 +63,7 @@ class KFACMixin(Optimizer):
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
-        self._published = -1  # compilations, when the state's entries were made
+        self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
         self._step_of_base = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
             if group.get("differentiable"):
@@ -115,9 +115,11 @@ class KFACMixin(Optimizer):
             limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
             with gradients_of(base.limited()) if limits else nullcontext():
                 kfac.step(self.param_groups, base)
-        if kfac.work.exchanges or kfac.groups.compilations != self._published:
+        # Entries hold views, which follow the tensors: most steps need not look.
+        published = kfac.groups.compilations, len(self.state)
+        if kfac.work.exchanges or published != self._published:
             checkpoint.publish(kfac, self.state)
-            self._published = kfac.groups.compilations
+            self._published = kfac.groups.compilations, len(self.state)
             self._notices.look(kfac)
         kfac.groups.held = base.held(kfac.groups.plan)
         self._consolidated = None
@@ -247,8 +249,6 @@ class KFACMixin(Optimizer):
             loading.warn_of_share(self)
         # Run before the user's own hooks, so that they see the whole state.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
-        begun = {p for p, entry in self.state.items() if entry}
-        checkpoint.publish(self.preconditioner, self.state, only=begun)
         try:
             return super().state_dict()
         finally:
