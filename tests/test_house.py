@@ -23,7 +23,7 @@ SUMS = {
     "lines of tests": 31_012,
     "lines of benchmarks": 8_217,
 }
-ALLOWED = 0.01  # the share by which a change under way may exceed them; 0 when it has landed
+ALLOWED = 0.02  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind
 
 MOST_ATTRIBUTES_OF_A_CLASS = 20

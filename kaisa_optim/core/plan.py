@@ -55,6 +55,7 @@ class CompiledPlan:
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
+        self.count_rows: Sequence[Tensor] = ()  # as the entries have them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
         # Parameters of one kind, which foreach calls take: their group's number, and their places.
@@ -239,12 +240,13 @@ class Groups:
         chosen = [p for p in itertools.chain(*placed) if p in ready and p in number_of]
         stacks = self._stacked(chosen, number_of, mine)
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
-        room: dict[ParameterStack, int] = {}
+        room: dict[Tensor, int] = {}
         for group in self.all:
             if group.layers[0] not in sharded:
                 group.place([x for x in group.layers if x in layers], rows, room)
         for stack in stacks:
-            stack.is_partial = room.get(stack, 0) < math.prod(stack.shape)
+            whole = math.prod(stack.shape[1:])
+            stack.is_partial = any(room.get(p, 0) < whole for p in stack.parameters)
         rest = [[p for p in group["params"] if p not in rows] for group in groups]
         plan = CompiledPlan(stacks, rest)
 

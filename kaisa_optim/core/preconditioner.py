@@ -208,7 +208,11 @@ class Preconditioner:
         if facts != self.groups.facts or self.groups.held != base.held(self.groups.plan):
             self.groups.compile(groups, base)
             self.groups.facts = facts
-        self.direct(self.groups.plan, groups, base)
+        try:
+            self.direct(self.groups.plan, groups, base)
+        finally:  # scratch ends with the step
+            for stack in self.groups.plan.stacks:
+                stack.clear()
         self.steps += 1
         if self.ranks.world > 1:
             self.status.note_weights(self.steps)
@@ -239,8 +243,6 @@ class Preconditioner:
         with stage("base step"):
             base.rest(plan)
             base.descend(plan)
-        for stack in plan.stacks:  # scratch ends with the step
-            stack.buffer = stack.ahead = None
 
     def _make(self, base: BaseNumbers, share: Share) -> None:
         """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""
@@ -285,6 +287,8 @@ class Preconditioner:
         self.hyperparameters.take_intervals(self.steps)
         told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
         self.exchange.refresher.forget_answers(self.groups.of, told)
+        if told:  # a layer that begins anew leaves the plan
+            self.groups.facts = None
         interval = self.hyperparameters.in_force("factor_update_steps", self.steps)
         slots = self.schedule.gathering_slots(interval)
         if self.status.is_silent(agreed, len(slots)):

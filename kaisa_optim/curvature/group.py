@@ -110,16 +110,23 @@ class ParameterStack:
         return self.stacked(self.parameters)
 
     def adopt(self, key: str, entries: Sequence[dict[str, Any]]) -> None:
-        """Take over the entries' momenta, and give them rows; an absent one begins at zero."""
-        former = [entry.get(key) for entry in entries]
+        """Take over the entries' momenta, and give them rows; an absent one begins at zero.
+
+        The entry of such a one gets its row with the first gradient.
+        """
+        former: list[Any] = [entry.get(key) for entry in entries]
         if self.momentum is None:
             self.momentum = self.empty().zero_()
             self.momenta = list(self.momentum.unbind())
-        for i, (row, momentum, entry) in enumerate(zip(self.momenta, former, entries, strict=True)):
+        # An entry may hold another's row, which is overwritten before it is read.
+        own = {id(row): i for i, row in enumerate(self.momenta)}
+        former = [x.clone() if own.get(id(x), i) != i else x for i, x in enumerate(former)]
+        self.fresh = [i for i, momentum in enumerate(former) if momentum is None]
+        for row, momentum, entry in zip(self.momenta, former, entries, strict=True):
             if momentum is None:
                 row.zero_()
-                self.fresh.append(i)
-            elif momentum is not row:
+                continue
+            if momentum is not row:
                 row.copy_(momentum)
             entry[key] = row
 
@@ -224,7 +231,7 @@ class Group:
         self,
         layers: Iterable[Layer],
         rows: Mapping[Tensor, tuple[ParameterStack, int]],
-        room: dict[ParameterStack, int],
+        room: dict[Tensor, int],
     ) -> None:
         """Find the parameters of these layers in stacks; ``rows`` has each one's stack and row.
 
@@ -246,7 +253,7 @@ class Group:
                     kind = stack, _view(here), _view(there)
                     kinds.setdefault(kind, []).append((row, self.slots[layer].start))
                     placed += there.numel()
-                    room[stack] = room.get(stack, 0) + there.numel()
+                    room[p] = room.get(p, 0) + there.numel()
         self._is_full = placed == math.prod(self.shape)
         self.places = []
         for (stack, here, there), pairs in kinds.items():

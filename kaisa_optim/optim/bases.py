@@ -68,36 +68,54 @@ class BaseStep:
 
         The entries get views of the plan's tensors; momenta are kept where ``mine`` says so alone.
         """
-        state = self.optimizer.state
-        plan.entries = [state[p] for p in plan.parameters]
+        plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
             entries = plan.entries[stack.at]
             second = [[entry.pop(name, None) for name in self.second][:1] for entry in entries]
             if stack.mine and any(x is not None for row in second for x in row):
                 stack.former = stack.stacked(parts_here([row[0] for row in second]))
+            stack.fresh = []
             if stack.mine and self.keeps(self.groups[stack.number]):
                 self._adopt(stack, entries, self.momentum)
             else:
                 stack.momentum, stack.momenta = None, []
                 for entry in entries:
                     entry.pop(self.momentum, None)
+            if self.counts:
+                without = [i for i, entry in enumerate(entries) if "step" not in entry]
+                stack.fresh = sorted({*stack.fresh, *without})
         if self.counts:
             counts = [float(entry.get("step", 0)) for entry in plan.entries]
             # Counting in place must not change a state that was loaded, whose tensors torch keeps.
             plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
-            for entry, count in zip(plan.entries, plan.counts.unbind(), strict=True):
-                entry["step"] = count
+            plan.count_rows = plan.counts.unbind()
+            for entry, count in zip(plan.entries, plan.count_rows, strict=True):
+                if "step" in entry:
+                    entry["step"] = count
 
     def _adopt(self, stack: ParameterStack, entries: Sequence[Entry], key: str) -> None:
         (p, *_) = stack.parameters
         if not is_sharded(p):
             stack.adopt(key, entries)
             return
-        (entry,) = entries
-        if entry.get(key) is None:
-            entry[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            stack.fresh = [0]
-        stack.momentum, stack.momenta = local(entry[key])[None], [entry[key]]
+        momentum = entries[0].get(key)
+        stack.fresh = [0] if momentum is None else []
+        if momentum is None:
+            momentum = torch.zeros_like(p, memory_format=torch.preserve_format)
+        stack.momentum, stack.momenta = local(momentum)[None], [momentum]
+
+    def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
+        """Give entries to parameters that take their first gradient; return their rows."""
+        flags, start = plan.present, stack.at.start
+        begun = [row for row in stack.fresh if flags is None or flags[start + row]]
+        stack.fresh = [row for row in stack.fresh if row not in begun]
+        for row in begun:
+            entry = self.optimizer.state[stack.parameters[row]] = plan.entries[start + row]
+            if stack.momenta:
+                entry[self.momentum] = stack.momenta[row]
+            if self.counts:
+                entry["step"] = plan.count_rows[start + row]
+        return begun
 
     def held(self, plan: CompiledPlan) -> tuple[list[int], list[Any]]:
         """Return which entries there are, and the tensors in the plan's: users may replace some."""
@@ -119,6 +137,7 @@ class BaseStep:
                 if p in self.optimizer.state:  # it may have left the optimizer, too
                     self.release(self.optimizer.state[p])
                 self.optimizer._stepped.discard(p)
+                self.optimizer._published = -1, 0  # the entry lacks K-FAC's part now
 
     def keeps(self, group: Group) -> bool:
         """Return whether parameters of this group have a momentum."""
@@ -153,6 +172,8 @@ class BaseStep:
 
     def open(self, plan: CompiledPlan) -> None:
         """Let the parameters have entries without a step, so that a checkpoint can be loaded."""
+        for stack in plan.stacks:
+            self._begin(stack, plan)
 
     # ---- a step ----
 
@@ -172,6 +193,8 @@ class BaseStep:
         for group, stacks in zip(self.groups, of_group, strict=True):
             if group.get("maximize") and stacks:
                 torch._foreach_neg_([stack.buffer for stack in stacks])
+        for stack in [stack for stack in plan.stacks if stack.fresh]:
+            self._begin(stack, plan)
         if self.length.measures != "sums":
             plan.measure(self.length.measures)
         missing = [] if present is None else plan.missing(present)
@@ -362,16 +385,6 @@ class SGDStep(BaseStep):
             for stack in stacks:
                 stack.ahead = stack.buffer
             return
-        for stack in [x for x in stacks if x.fresh]:
-            # The first momentum is to be the gradient: dampening begins in the second step.
-            flags, start = plan.present, stack.at.start
-            graded = [flags is None or flags[start + row] for row in stack.fresh]
-            share = float(group["dampening"]) / float(group["momentum"])
-            for row in itertools.compress(stack.fresh, graded) if share else ():
-                stack.momentum[row].add_(stack.buffer[row], alpha=share)  # type: ignore[index]
-            stack.fresh = [
-                row for row, begins in zip(stack.fresh, graded, strict=True) if not begins
-            ]
         momenta: list[Any] = [stack.momentum for stack in stacks]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
@@ -380,6 +393,15 @@ class SGDStep(BaseStep):
             ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
         for stack, tensor in zip(stacks, ahead, strict=True):
             stack.ahead = tensor
+
+    def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
+        begun, group = super()._begin(stack, plan), self.groups[stack.number]
+        if begun and stack.momentum is not None and stack.buffer is not None:
+            # The first momentum is to be the gradient: dampening begins in the second step.
+            share = float(group["dampening"]) / float(group["momentum"])
+            for row in begun if share else ():
+                stack.momentum[row].add_(stack.buffer[row], alpha=share)
+        return begun
 
     def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
@@ -400,9 +422,9 @@ class AnyStep(BaseStep):
     momentum = MOMENTUM
 
     def adopt(self, plan: CompiledPlan) -> None:
-        plan.entries = [self.optimizer.state[p] for p in plan.parameters]
+        plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
-            entries = plan.entries[stack.at]
+            entries, stack.fresh = plan.entries[stack.at], []
             if not stack.mine:
                 for entry in entries:
                     entry.pop(MOMENTUM, None)  # a loaded state has those of all ranks
@@ -419,6 +441,8 @@ class AnyStep(BaseStep):
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
         steps = self._steps(plan)
+        if not all(plan.entries):  # the base has made new ones
+            plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         numbers = super().follow(plan)
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
@@ -439,6 +463,7 @@ class AnyStep(BaseStep):
                 continue
             if stack.momentum is None:  # the base has none: K-FAC keeps them
                 self._adopt(stack, entries, MOMENTUM)
+                self._begin(stack, plan)
             assert stack.momentum is not None
             stack.ahead = stack.momentum.lerp_(stack.buffer, 1 - _DECAY)
 
@@ -469,6 +494,7 @@ class AnyStep(BaseStep):
             entries = plan.entries[stack.at]
             if stack.mine and not all("exp_avg" in entry for entry in entries):
                 self._adopt(stack, entries, MOMENTUM)
+                self._begin(stack, plan)
 
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)

@@ -210,3 +210,81 @@ def test_a_parameter_without_a_gradient_keeps_all_bits(cls, options, count, spre
     """Weight, momentum, second moment and count; one rank has the layer's momenta, or both."""
     found = run(2, rests, cls, {**options, **SPREADS[spread]}, spread == "shards")
     assert max(found) == count
+
+
+def pair(cls: Any = KFACAdam, **options: Any) -> tuple[nn.Sequential, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    return model, cls(model, lr=0.01, **{**ALWAYS, **options})
+
+
+def fit(model: nn.Module, opt: Any, *, leaves: tuple[Tensor, ...] = ()) -> None:
+    opt.zero_grad()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (model(x) - 1).square().mean().backward()
+    for p in leaves:
+        p.grad = None
+    opt.step()
+
+
+def test_rows_that_change_places_are_read_before_they_are_written():
+    model, opt = pair()
+    fit(model, opt)
+    both = model[0].weight, model[2].weight
+    one, other = (opt.state[p] for p in both)
+    expected = [x["exp_avg"].clone() for x in (other, one)]
+    one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
+    fit(model, opt, leaves=tuple(model.parameters()))
+    assert_same([opt.state[p]["exp_avg"] for p in both], expected)
+
+
+def test_a_count_that_a_user_sets_goes_on():
+    model, opt = pair()
+    fit(model, opt)
+    entry = opt.state[model[0].weight]
+    del entry["step"]
+    entry["step"] = torch.tensor(100.0)  # perhaps where the former one lay
+    fit(model, opt)
+    fit(model, opt)
+    assert entry["step"] == 102 and opt.state[model[2].weight]["step"] == 3
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
+@pytest.mark.parametrize("how", ["goes on", "pickled", "loaded"])
+def test_a_first_momentum_is_the_gradient_whenever_it_comes(how):
+    """With dampening, as in torch; until then there is no entry."""
+    model, opt = pair(KFACSGD, momentum=0.9, dampening=0.5)
+    late = model[0].weight
+    for _ in range(3):
+        fit(model, opt, leaves=(late,))
+    assert "momentum_buffer" not in opt.state.get(late, {})
+    if how == "pickled":
+        model, opt = pickle.loads(pickle.dumps((model, opt)))
+    elif how == "loaded":
+        opt.load_state_dict(opt.state_dict())
+    late = model[0].weight
+    fit(model, opt)
+    assert_near(opt.state[late]["momentum_buffer"], late.grad, 1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_layer_that_begins_anew_goes_on_from_a_checkpoint():
+    """Its first statistics were not finite: the base steps it until it gathers again."""
+    model, opt = pair(factor_update_steps=10, inv_update_steps=10)
+    used = [model[0], model[2]]
+    for step in range(29):
+        opt.zero_grad()
+        x = torch.ones(8, 6, dtype=torch.float64)
+        late = step == 20 or step > 25
+        loss = (used[0](used[1](x) if late else x) - 1).square().mean()
+        (loss * (float("nan") if step == 20 else 1)).backward()
+        for p in model.parameters() if step == 20 else ():
+            p.grad = torch.full_like(p, 1e-3)
+        opt.step()
+    other, copied = pair(factor_update_steps=10, inv_update_steps=10)
+    other.load_state_dict(model.state_dict())
+    copied.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+    for _ in range(4):
+        fit(model, opt)
+        fit(other, copied)
+        assert_same(other, model)
