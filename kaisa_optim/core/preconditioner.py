@@ -269,7 +269,8 @@ class Preconditioner:
     def _read_facts(self, groups: list[ParamGroup], base: Any) -> Any:
         """Return the facts that a plan depends on: parameters, their layouts, kept momenta.
 
-        An id is safe here, since the plan holds the parameters.
+        An id is safe here, since the plan holds the parameters. Which layers have a state is no
+        part of them: what changes that sets the plan's facts to None.
         """
         lists = [group["params"] for group in groups]
         parameters = [*itertools.chain.from_iterable(lists)]

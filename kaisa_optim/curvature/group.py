@@ -85,7 +85,7 @@ class ParameterStack:
         self.is_partial = False  # whether layers cover less than all of it
         self.momentum: Tensor | None = None
         self.momenta: list[Any] = []  # rows, as the optimizer's entries have them
-        self.fresh: list[int] = []  # rows that have not taken a gradient
+        self.fresh: list[int] = []  # rows whose entries wait for a first gradient
         self.former: Any = None  # second moments that the base kept
         self.buffer: Any = None
         self.ahead: Any = None  # what directions are made of

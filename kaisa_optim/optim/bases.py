@@ -282,7 +282,7 @@ class RawStep(BaseStep):
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
     def open(self, plan: CompiledPlan) -> None:
-        """Let the base make its entries by gradients of zero."""
+        """Let the base make entries of parameters with a gradient, by gradients of zero."""
         plan.collect()
         for stack in plan.stacks:
             stack.buffer.zero_()
