@@ -157,7 +157,6 @@ class StepPlan:
     average: tuple[str, ...] = ()  # layers whose sums enter the running averages
     refresh: tuple[str, ...] = ()  # layers to refresh
     again: frozenset[str] = frozenset()  # those of them whose last refresh failed
-    precondition: tuple[str, ...] = ()  # layers with a state
 
 
 def plan_step(
@@ -179,5 +178,4 @@ def plan_step(
         average=tuple(agreed.rows),
         refresh=due,
         again=frozenset([name for name in due if states[name].failures]),
-        precondition=tuple([n for n, x in states.items() if x.has_state or n in due]),
     )
