@@ -212,7 +212,7 @@ class Preconditioner:
             self.direct(self.groups.plan, groups, base)
         finally:  # scratch ends with the step
             for stack in self.groups.plan.stacks:
-                stack.clear()
+                stack.buffer = stack.ahead = None
         self.steps += 1
         if self.ranks.world > 1:
             self.status.note_weights(self.steps)

@@ -299,7 +299,7 @@ class Shards:
             incoming[owner].append(room)
         self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
         for stack, _ in chunk.whole.values():
-            stack.clear()
+            stack.buffer = stack.ahead = None
 
     def take_former(self) -> None:
         """Leave the second moments to :meth:`measure`: the owners need those of all ranks."""

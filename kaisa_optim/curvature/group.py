@@ -130,9 +130,6 @@ class ParameterStack:
                 row.copy_(momentum)
             entry[key] = row
 
-    def clear(self) -> None:
-        self.buffer = self.ahead = None
-
 
 # ---- layers of one shape ----
 

@@ -193,8 +193,9 @@ class BaseStep:
         for group, stacks in zip(self.groups, of_group, strict=True):
             if group.get("maximize") and stacks:
                 torch._foreach_neg_([stack.buffer for stack in stacks])
-        for stack in [stack for stack in plan.stacks if stack.fresh]:
-            self._begin(stack, plan)
+        for stack in plan.stacks:
+            if stack.fresh:
+                self._begin(stack, plan)
         if self.length.measures != "sums":
             plan.measure(self.length.measures)
         missing = [] if present is None else plan.missing(present)
