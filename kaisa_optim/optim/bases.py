@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -193,9 +194,8 @@ class BaseStep:
         for group, stacks in zip(self.groups, of_group, strict=True):
             if group.get("maximize") and stacks:
                 torch._foreach_neg_([stack.buffer for stack in stacks])
-        for stack in plan.stacks:
-            if stack.fresh:
-                self._begin(stack, plan)
+        for stack in filter(operator.attrgetter("fresh"), plan.stacks):
+            self._begin(stack, plan)
         if self.length.measures != "sums":
             plan.measure(self.length.measures)
         missing = [] if present is None else plan.missing(present)
