@@ -219,7 +219,7 @@ FAULTS = (
     Fault("a parameter without a gradient is stepped", "optim/bases.py",
           "moved = places if present is None else [i for i in places if present[i]]",
           "moved = places",
-          "core/test_gradients.py core/test_preconditioner.py -k 'none or unused_in_this_batch'"),
+          "core/test_plan.py -k keeps_all_bits"),
     Fault("a schedule of a group stays at its first value", "core/hyperparameters.py",
           "if schedule is None else schedule(step))", "if schedule is None else schedule(0))",
           "core/test_hyperparameters.py -k callable_in_a_group"),
