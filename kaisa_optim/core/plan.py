@@ -123,8 +123,9 @@ class CompiledPlan:
                 for i, row in zip(order, rows, strict=True)
             )
         scale: Tensor = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
+        scales = iter([scale.expand(len(x)) for x in terms])
         for transport in self.transports:
-            transport.deliver(iter([scale.expand(len(x)) for x in transport.terms()]))
+            transport.deliver(scales)
         self.nu = scale
 
     def missing(self, present: list[bool]) -> list[tuple[ParameterStack, list[int]]]:
