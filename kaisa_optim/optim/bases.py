@@ -72,9 +72,10 @@ class BaseStep:
         plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
             entries = plan.entries[stack.at]
-            second = [[entry.pop(name, None) for name in self.second][:1] for entry in entries]
-            if stack.mine and any(x is not None for row in second for x in row):
-                stack.former = stack.stacked(parts_here([row[0] for row in second]))
+            former: list[Any] = [entry.pop(name, None) for name in self.second for entry in entries]
+            former = former[: len(entries)]  # of the first name alone
+            if stack.mine and any(x is not None for x in former):
+                stack.former = stack.stacked(parts_here(former))
             stack.fresh = []
             if stack.mine and self.keeps(self.groups[stack.number]):
                 self._adopt(stack, entries, self.momentum)
@@ -191,9 +192,10 @@ class BaseStep:
         for stack in plan.stacks:
             if stack.mine:
                 of_group[stack.number].append(stack)
-        for group, stacks in zip(self.groups, of_group, strict=True):
-            if group.get("maximize") and stacks:
-                torch._foreach_neg_([stack.buffer for stack in stacks])
+        # Receivers, too: a part that no layer covers moves by the buffer as it is.
+        up = [stack.buffer for stack in plan.stacks if self.groups[stack.number].get("maximize")]
+        if up:
+            torch._foreach_neg_(up)
         for stack in filter(operator.attrgetter("fresh"), plan.stacks):
             self._begin(stack, plan)
         if self.length.measures != "sums":
@@ -231,9 +233,8 @@ class BaseStep:
 
     def descend(self, plan: CompiledPlan) -> None:
         """Step along the directions in the plan's buffers, and let the base step the others."""
-        rows = plan.rows()
+        rows, present = plan.rows(), plan.present
         for number, places in plan.kinds:
-            present = plan.present
             moved = places if present is None else [i for i in places if present[i]]
             if moved:
                 params = [plan.parameters[i] for i in moved]
