@@ -97,12 +97,11 @@ STEPS = {
 SECTIONS = {
     "Building an optimizer": (
         "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "core/coverage", "core/placements",
+        "core/coverage", "core/registry",
     ),
-    "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
+    "Options": ("core/options", "core/hyperparameters", "checks"),
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
-        "core/view",
         "optim/bases", "optim/notices", "capture/hooks", "capture/forward",
         "curvature", "linalg",
     ),

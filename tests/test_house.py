@@ -110,7 +110,7 @@ def is_called(node: ast.AST) -> bool:
 def attributes(node: ast.ClassDef) -> set[str]:
     """Return the names that a class itself sets: in its body, and of ``self`` in its methods."""
     own = [x for x in node.body if isinstance(x, ast.Assign | ast.AnnAssign)]
-    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("Forward[")]
+    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("_setting(")]
     targets = [t for x in own for t in (x.targets if isinstance(x, ast.Assign) else [x.target])]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     return names | {

@@ -21,7 +21,7 @@ from ..curvature.lengths import SHARD_SUMS, Share
 from ..layers import Layer
 from ..plan.routes import CopyItem, Round, chunks, grouped
 from ..stages import stage
-from .placements import Placements
+from .registry import Placements
 
 Make = Callable[[Share], None]
 Rows_ = Mapping[Tensor, tuple[ParameterStack, int]]  # each parameter's stack and row

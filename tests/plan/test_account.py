@@ -182,7 +182,7 @@ def measure(case: Case) -> Measured:
     kept = [opt.state[p].get(opt.base_part.momentum) for p in covered]
     momenta = sum(part.nbytes for part in parts_here([x for x in kept if x is not None]))
     return Measured(
-        kfac.view.account,
+        kfac.account,
         kfac.schedule,
         memory,
         momenta,
