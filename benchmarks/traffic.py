@@ -251,9 +251,8 @@ def waiting(model: str, strategy: str, world: int, staggered: bool) -> Waiting:
     slots = Schedule(found.layers, staggered).refresh_slots(GATHERED, REFRESHED).values()
     busiest = [max(operations(found, names)) for names in slots]
     fair = sum(operations(found, found.names)) / world
-    prices = [found.price(refresh=names) for names in slots]
-    arriving = [rank["second_order"] for ranks in prices for rank in ranks]
-    return Waiting(sum(busiest) / fair, max(busiest) / fair, max(arriving))
+    arriving = max(max(found.state(names)) for names in slots)
+    return Waiting(sum(busiest) / fair, max(busiest) / fair, arriving)
 
 
 def waits(worlds: Sequence[int]) -> str:

@@ -172,7 +172,7 @@ FAULTS = (
     Fault("weights that differ in their high bits alone count as equal", "comm/agreement.py",
           "(total ^ total >> 20 ^ total >> 40) & _BITS", "total & _BITS",
           "core/test_failures.py -k in_the_first_step"),
-    Fault("two copies of a shard are both sent", "comm/sharding.py",
+    Fault("two copies of a shard are both sent", "plan/facts.py",
           "self.replicas[source] == self.replicas[to] and bool", "bool",
           "comm/test_sharding.py -k four_ranks"),
     # ---- plan ----

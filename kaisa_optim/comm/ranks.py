@@ -20,17 +20,8 @@ from torch import Tensor
 
 from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
-from ..plan.routes import (
-    Bucket,
-    CopyItem,
-    Round,
-    Sized,
-    all_reduced,
-    cargo_bytes,
-    chunks,
-    grouped,
-    overlaps,
-)
+from ..plan.facts import cargo_bytes
+from ..plan.routes import Bucket, CopyItem, Round, Sized, all_reduced, chunks, grouped, overlaps
 
 _IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
 

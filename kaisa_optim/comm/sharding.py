@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ if torch.distributed.is_available():
 else:
     _SHARDED = ()
 from ..errors import invalid_because
+from ..plan.facts import ShardPlaces
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -44,25 +45,6 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
         return p in gathered and plain and len(_split(p.placements)) <= 1
 
     return [p for p in sharded if not follows(p)]
-
-
-class ShardPlaces(NamedTuple):
-    """The places of one parameter's parts; ranks are numbered in K-FAC's group."""
-
-    dim: int
-    extents: tuple[tuple[int, int], ...]  # each rank's start and length along ``dim``
-    replicas: tuple[tuple[int, ...], ...]  # for each rank, the copy that its part belongs to
-    shape: tuple[int, ...]  # of the whole
-
-    def sends(self, source: int, to: int) -> bool:
-        """Return whether ``source`` sends ``to`` a part: of the same copy, and not empty."""
-        return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
-
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        return whole.narrow(self.dim, *self.extents[rank])
-
-    def part_shape(self, rank: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
 
 
 def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:

@@ -19,7 +19,7 @@ from ..curvature.lengths import SQUARE_SUM
 from ..curvature.rules import RULES
 from ..errors import invalid_because
 from ..layers import Layer
-from ..plan.moves import IS_REFRESHED, STARTS_ANEW, TensorSpec
+from ..plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .coverage import unwrapped
 from .preconditioner import Preconditioner
 

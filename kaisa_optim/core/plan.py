@@ -16,8 +16,8 @@ from ..curvature.group import Group, ParameterStack, alike, by_device, strides
 from ..curvature.lengths import BaseNumbers, Length, Share, are_alike
 from ..curvature.rules import Rule
 from ..layers import Layer
-from ..plan.moves import Sizes, gradient_rounds
-from ..plan.routes import Round, chunks, grouped
+from ..plan.facts import Sizes
+from ..plan.routes import Round, chunks, gradient_rounds, grouped
 from ..stages import stage
 from .options import Group as ParamGroup
 from .options import Options

@@ -16,7 +16,7 @@ from ..errors import invalid_because
 from ..layers import Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
-from ..plan.facts import LayerFacts
+from ..plan.facts import LayerFacts, ShardPlaces
 from ..plan.step_plan import LayerState
 from . import coverage
 from .coverage import Coverage, unwrapped
@@ -44,7 +44,7 @@ class Placements:
             self.strategy = assignment.LayerWise()
         self.of: dict[str, Placement] = {}
         self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
-        self.sharded: dict[Layer, tuple[sharding.ShardPlaces | None, ...]] = {}  # weight's, bias's
+        self.sharded: dict[Layer, tuple[ShardPlaces | None, ...]] = {}  # weight's, bias's
         self.splits_owners = False  # whether A and G of some layer have two owners
 
     def owner(self, layer: Layer, side: str) -> int:
@@ -52,7 +52,7 @@ class Placements:
         placement = self.of[layer.name]
         return placement.a if side == "a" else placement.g
 
-    def shards(self, layer: Layer) -> list[sharding.ShardPlaces]:
+    def shards(self, layer: Layer) -> list[ShardPlaces]:
         """Return the shards of a layer's covered parameters."""
         parts = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in parts if covered and shards is not None]

@@ -19,6 +19,7 @@ from ..comm.ranks import Ranks
 from ..curvature.group import Group, ParameterStack, device_of, stack_key
 from ..curvature.lengths import SHARD_SUMS, Share
 from ..layers import Layer
+from ..plan.facts import ShardPlaces
 from ..plan.routes import CopyItem, Round, chunks, grouped
 from ..stages import stage
 from .registry import Placements
@@ -320,7 +321,7 @@ class Shards:
                         self._rows[p][0].buffer[0].mul_(scale)
 
     def _spread(
-        self, layer: Layer, parts: list[sharding.ShardPlaces], values: Tensor
+        self, layer: Layer, parts: list[ShardPlaces], values: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield a layer's parameters, each with the blocks' values of this rank's part."""
         if layer.blocks == 1:

@@ -10,9 +10,9 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-# Items are padded to this number of elements, and tensors to this number of bytes: views of any
-# dtype can begin there.
-_ALIGN = 16
+from .assignment import Grid
+from .facts import ALIGN, FactorFacts, LayerFacts, Sizes, padded
+
 owner_of = operator.attrgetter("owner")
 size_of = operator.attrgetter("size")
 
@@ -50,14 +50,14 @@ class Bucket(Generic[P]):
 
     def __init__(self, items: Iterable[P], members: Sequence[int]) -> None:
         self.items = sorted(items, key=owner_of)  # the items of each owner lie side by side
-        padded = [_padded(item.size) for item in self.items]
-        *self.starts, self.size = itertools.accumulate(padded, initial=0)
+        sizes = [padded(item.size) for item in self.items]
+        *self.starts, self.size = itertools.accumulate(sizes, initial=0)
         self.sizes = dict.fromkeys(members, 0)  # of all items of each owner
-        for item, size in zip(self.items, padded, strict=True):
+        for item, size in zip(self.items, sizes, strict=True):
             self.sizes[item.owner] += size
         # Bounds of the owners' items and of the pieces, in the order of the members.
         self.owned = [*itertools.accumulate(self.sizes.values(), initial=0)]
-        piece = max(_ALIGN, _padded(-(-self.size // len(members))))
+        piece = max(ALIGN, padded(-(-self.size // len(members))))
         self.pieces = [*range(0, self.size, piece)]
         self.pieces += [self.size] * (len(members) + 1 - len(self.pieces))
 
@@ -92,11 +92,6 @@ def overlaps(bounds: Sequence[int], at: int, others: Sequence[int]) -> list[int]
 def all_reduced(size: int, world: int) -> int:
     """Return the bytes that an all-reduce of so many bytes brings to each rank."""
     return 2 * size * (world - 1) // world
-
-
-def cargo_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that tensors of these sizes take on the wire together."""
-    return sum(map(_padded, sizes))
 
 
 def chunks(
@@ -135,5 +130,56 @@ def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
     return [item for item in items if item is not None]
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+def sum_buckets(
+    layers: Iterable[LayerFacts], wire: int | None, world: int, limit: int
+) -> Iterator[Bucket[FactorFacts]]:
+    """Yield buckets of the layers' sums, of one place each; owners take turns."""
+    factors = itertools.chain.from_iterable([layer.factors for layer in layers])
+    for same in grouped(factors, lambda factor: factor.layer.place).values():
+        numbers = limit // (wire or same[0].layer.itemsize)
+        turns = in_turn(grouped(same, owner_of).values())
+        yield from (Bucket(chunk, range(world)) for chunk in chunks(turns, size_of, numbers))
+
+
+def state_rounds(
+    factors: Iterable[FactorFacts], sizes: Sizes, grid: Grid, limit: int
+) -> list[Round]:
+    """Return the rounds in which owners send new state along the columns; factors are content.
+
+    Owners in a column send side by side, and have ``limit`` bytes together at a time.
+    """
+    groups = []
+    for column, members in grouped(factors, lambda f: f.owner % grid.columns).items():
+        by_owner = grouped(members, owner_of)
+        share = side_by_side(sum(map(sizes.state, members)), len(by_owner), limit)
+        turns = in_turn([*chunks(owned, sizes.state, share)] for owned in by_owner.values())
+        copies = [CopyItem(x[0].owner, sum(map(sizes.state, x)), x) for x in turns]
+        groups.append((grid.workers_of(column), copies))
+    return rounds(groups, limit)
+
+
+def gradient_rounds(
+    layers: Sequence[T],
+    facts_of: Callable[[T], LayerFacts],
+    sizes: Sizes,
+    row: Sequence[int],
+    limit: int,
+) -> list[Round]:
+    """Return the rounds in which a row of ranks hands out new gradients of layers on one device.
+
+    Content are lists of layers of one shape. Ranks send side by side, and have ``limit`` bytes
+    together at a time.
+    """
+
+    def size(alike: list[T]) -> int:
+        return sizes.gradients([facts_of(layer) for layer in alike])
+
+    by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % len(row))
+    share = side_by_side(sum(size([layer]) for layer in layers), len(by_column), limit)
+    turns: list[list[CopyItem]] = []
+    for column, members in sorted(by_column.items(), key=operator.itemgetter(0)):
+        alike = grouped(members, lambda layer: facts_of(layer).shape).values()
+        shapes = itertools.chain(*(chunks(same, lambda x: size([x]), share) for same in alike))
+        buckets = chunks([*shapes], size, share)
+        turns.append([CopyItem(row[column], sum(map(size, x)), x) for x in buckets])
+    return rounds([(row, in_turn(turns))], limit)

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.comm.sharding import parts_here
-from kaisa_optim.plan.account import KEPT, MOVED, Account
+from kaisa_optim.plan.account import KEPT, Account
 from kaisa_optim.plan.schedule import Schedule
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early
+
+MOVED = ("factors", "second_order", "gradients", "status")
 
 
 class Mixed(nn.Module):
@@ -208,6 +210,14 @@ def momenta_of(case: Case, account: Account, rank: int) -> int:
     return sum(layer.gradient * layer.itemsize for layer in mine)
 
 
+def arriving(account: Account, average: Any, refresh: Any, answered: Any) -> list[Counter[str]]:
+    """What arrives at each rank in a step; it gathers nothing if ``average`` is None."""
+    status = 0 if average is None else account.status(answered)
+    columns = account.sums(average or ()), account.state(refresh), account.gradients
+    each = [dict(zip(MOVED, (*sizes, status), strict=True)) for sizes in zip(*columns, strict=True)]
+    return [Counter({kind: size for kind, size in sizes.items() if size}) for sizes in each]
+
+
 def check(case: Case, ranks: list[Measured]) -> None:
     account = ranks[0].account
     assert all(one.account == account for one in ranks)
@@ -218,14 +228,13 @@ def check(case: Case, ranks: list[Measured]) -> None:
     steps, answered = [], set()
     for step in range(2 * period):
         average, refresh = fed.get(step % every), due.get(step % refreshed, ())
-        told = set() if average is None else answered
-        steps.append(account.price(average=average, refresh=refresh, answered=told))
-        answered = {*(answered - told), *refresh}
+        steps.append(arriving(account, average, refresh, answered))
+        answered = {*(answered if average is None else ()), *refresh}
     steps = steps[period:]
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
     names = account.names
-    everything = account.price(average=names, refresh=names)
+    everything = arriving(account, names, names, ())
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
@@ -233,8 +242,8 @@ def check(case: Case, ranks: list[Measured]) -> None:
         assert shown == one.memory
         assert list(kept) == [*KEPT, "total"]
         assert one.momenta == momenta_of(case, account, rank)
-        assert one.first == pick(everything[rank]) + Counter(status=one.compared)
-        expected = sum((pick(step[rank]) for step in steps), Counter[str]())
+        assert one.first == everything[rank] + Counter(status=one.compared)
+        expected = sum((step[rank] for step in steps), Counter[str]())
         assert one.counted == expected
         for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
             # An A of ones, of a frozen weight, waits as one number.
@@ -251,12 +260,6 @@ def check(case: Case, ranks: list[Measured]) -> None:
             assert one.volume[kind] == pytest.approx(expected[kind] / period, abs=rounding)
         assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
     assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
-
-
-def pick(step: dict[str, int]) -> Counter[str]:
-    """The kinds that move."""
-    assert step["total"] == sum(step[kind] for kind in MOVED)
-    return Counter({kind: step[kind] for kind in MOVED if step[kind]})
 
 
 half, brain = torch.float16, torch.bfloat16

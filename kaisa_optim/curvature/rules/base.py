@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import kronecker, moments, precision
-from ...plan.facts import Work
-from ...plan.moves import Sizes, TensorSpec
+from ...plan.facts import Sizes, TensorSpec, Work
 from ..group import Group, Key, Side, StackKey, by_place, per_block
 from ..group import stack_key as key_of
 from ..lengths import Length

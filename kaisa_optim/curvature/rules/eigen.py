@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ...layers import Layer
 from ...linalg import eigen, kronecker
-from ...plan.facts import Work
-from ...plan.moves import Sizes, TensorSpec
+from ...plan.facts import Sizes, TensorSpec, Work
 from ..group import Group, StackKey
 from .base import DampingOf, GroupOf, Rule, stored
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ...linalg import kronecker, orthogonal, precision, roots
-from ...plan.facts import Work
-from ...plan.moves import TensorSpec
+from ...plan.facts import TensorSpec, Work
 from ..group import Group, StackKey
 from ..lengths import SHARD_SUMS, SQUARE_SUM, Length
 from .base import DampingOf, TriangleRule, triangles

@@ -22,9 +22,7 @@ from kaisa_optim.curvature.rules import (
 )
 from kaisa_optim.layers import Layer, LinearLayer
 from kaisa_optim.plan.assignment import Placement, Task
-from kaisa_optim.plan.facts import LayerFacts
-from kaisa_optim.plan.moves import OF_AVERAGES
-from kaisa_optim.plan.routes import cargo_bytes
+from kaisa_optim.plan.facts import OF_AVERAGES, LayerFacts, cargo_bytes
 from kaisa_optim.plan.step_plan import FAILED
 from tests.support.training import assert_near, assert_same
 
