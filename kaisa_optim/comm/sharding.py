@@ -36,15 +36,15 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
     """
     if not _SHARDED:
         return []
-    sharded = [p for p in model.parameters() if is_sharded(p)]
+    sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     wrapped = (m for m in model.modules() if isinstance(m, FSDPModule)) if sharded else ()
     gathered = {p for module in wrapped for p in module.parameters()}
-
-    def follows(p: Any) -> bool:
+    cut = []
+    for p in sharded:
         plain = all(type(x) in (Shard, Replicate) for x in p.placements)
-        return p in gathered and plain and len(_split(p.placements)) <= 1
-
-    return [p for p in sharded if not follows(p)]
+        if p not in gathered or not plain or len(_split(p.placements)) > 1:
+            cut.append(p)
+    return cut
 
 
 def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
@@ -68,9 +68,8 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
         index = at[split[0]] if split else 0
         start = min(size, index * chunk)
         extents[rank] = start, min(size, start + chunk) - start
+        # Of a parameter that is not split, every rank has a whole copy of its own.
         replicas[rank] = tuple(x for i, x in enumerate(at) if i not in split[:1])
-        if not split:  # every rank has all of it, itself included
-            replicas[rank] = at
     return ShardPlaces(
         dim,
         tuple(extents[rank] for rank in ranks),

@@ -502,10 +502,10 @@ def alive_when_filled(owners: list[int]) -> int:
     buckets = [Bucket([Sum(r, size, i)], range(ranks.world)) for i, r in enumerate(owners)]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
-    send = ranks._send
+    exchange = ranks._exchange
 
     def noted(*args: Any) -> Any:
-        flight = send(*args)
+        flight = exchange(*args)
         received.append(weakref.ref(flight.received.untyped_storage()))
         return flight
 
@@ -514,7 +514,7 @@ def alive_when_filled(owners: list[int]) -> int:
             counts.append(alive(received, at_most=2))
             yield bucket, [torch.ones(size)]
 
-    with mock.patch.object(ranks, "_send", noted):
+    with mock.patch.object(ranks, "_exchange", noted):
         for sums in ranks.reduce_to_owners(loads(), "x"):
             del sums
     return max(counts)
@@ -800,9 +800,9 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
         def __init__(self, kind: str, work: Any) -> None:
             self.kind, self.work = kind, work
 
-        def wait(self) -> None:
+        def wait(self) -> Tensor:
             seen.append(f"wait for {self.kind}")
-            self.work.wait()
+            return self.work.wait()
 
     def exchanged(self: Ranks, *args: Any) -> Waiting:
         seen.append(f"send {args[-1]}")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.capture.witness import Witness
-from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim.comm import ranks as comm_ranks
 from kaisa_optim.core import exchange, transport
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import eigen, kronecker, roots
@@ -433,8 +433,8 @@ SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 # Where in a step.
 PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_agree"),
-    "sums": (Ranks, "_add_up"),
-    "passing on": (Ranks, "_to_owners"),
+    "sums": (comm_ranks, "_added_up"),
+    "passing on": (comm_ranks.Ranks, "_to_owners"),
     "decomposition": (roots, "inverse_root"),
     "state": (exchange.Exchange, "share_state"),
     "gradients": (transport.Rows, "exchange"),
