@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
-from ..plan.facts import cargo_bytes
-from ..plan.routes import Bucket, CopyItem, Round, Sized, all_reduced, chunks, grouped, overlaps
+from ..plan.facts import FactorFacts, cargo_bytes
+from ..plan.routes import Bucket, CopyItem, Round, all_reduced, chunks, grouped, overlaps
 
 _STEPS = 3  # of a bucket, and so the buckets on their way at once: bounds their memory
 
@@ -36,7 +36,7 @@ class Cargo(Protocol):
 
 C = TypeVar("C", bound=Cargo)
 T = TypeVar("T")
-P = TypeVar("P", bound=Sized)
+P = TypeVar("P", bound=CopyItem | FactorFacts)
 
 
 class GatherItem(NamedTuple):

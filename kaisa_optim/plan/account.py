@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 from .assignment import Grid
 from .facts import LayerFacts, Sizes, cargo_bytes
-from .routes import Round, all_reduced, gradient_rounds, grouped, state_rounds, sum_buckets
+from .routes import (
+    Round,
+    all_reduced,
+    gradient_rounds,
+    grouped,
+    overlaps,
+    state_rounds,
+    sum_buckets,
+)
 from .schedule import Schedule
 from .step_plan import StepReport
 
@@ -39,14 +47,15 @@ class PerSlot(NamedTuple):
     factors: dict[int, list[int]]  # by slot to gather
     state: dict[int, list[int]]  # by slot to refresh
     status: float  # the mean of a step, alike on all ranks
+    intervals: tuple[int, int]  # to gather, to refresh
 
-    def per_step(self, factor_update_steps: int, inv_update_steps: int) -> list[Means]:
+    def per_step(self) -> list[Means]:
         """Return the bytes of a step by rank and kind, as a mean over whole intervals."""
         steps = []
         for rank, gradients in enumerate(self.gradients):
             means: Means = {
-                "factors": sum(x[rank] for x in self.factors.values()) / factor_update_steps,
-                "second_order": sum(x[rank] for x in self.state.values()) / inv_update_steps,
+                "factors": sum(x[rank] for x in self.factors.values()) / self.intervals[0],
+                "second_order": sum(x[rank] for x in self.state.values()) / self.intervals[1],
                 "gradients": float(gradients),
                 "status": self.status,
             }
@@ -103,20 +112,13 @@ class Account:
 
     # ---- communication: the bytes that arrive at each rank, a list by rank ----
 
-    def per_step(
-        self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
-    ) -> list[Means]:
-        """Return the bytes that arrive at each rank in a step, as a mean over whole intervals.
-
-        Ranks learn of a refresh in the next exchange.
-        """
-        slots = self.per_slot(schedule, factor_update_steps, inv_update_steps)
-        return slots.per_step(factor_update_steps, inv_update_steps)
-
     def per_slot(
         self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
     ) -> PerSlot:
-        """Return the bytes that arrive at each rank in the slots of both intervals."""
+        """Return the bytes that arrive in the slots of both intervals.
+
+        Ranks learn of a refresh in the next exchange.
+        """
         gathering = schedule.gathering_slots(factor_update_steps)
         refresh = schedule.refresh_slots(factor_update_steps, inv_update_steps)
         plain, exchanging = self.status(()), len(gathering) / factor_update_steps
@@ -127,6 +129,7 @@ class Account:
             {n: self.sums(names) for n, names in gathering.items()},
             {n: self.state(names) for n, names in refresh.items()},
             exchanging * plain + answers,
+            (factor_update_steps, inv_update_steps),
         )
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
@@ -153,12 +156,10 @@ class Account:
         received = [reduced] * world
         for bucket in sum_buckets(average, wire, world, self.bucket_bytes):
             itemsize = bucket.items[0].layer.itemsize
-            pieces, owned = itertools.pairwise(bucket.pieces), itertools.pairwise(bucket.owned)
-            for rank, (piece, own) in enumerate(zip(pieces, owned, strict=True)):
-                terms = (world - 1) * (piece[1] - piece[0])
-                added_here = max(0, min(piece[1], own[1]) - max(piece[0], own[0]))
-                sums = own[1] - own[0] - added_here
-                received[rank] += terms * (wire or itemsize) + sums * itemsize
+            for rank, (start, stop) in enumerate(itertools.pairwise(bucket.pieces)):
+                (here,) = overlaps(bucket.owned, rank, (start, stop))  # added up on the owner
+                sums = (bucket.sizes[rank] - here) * itemsize
+                received[rank] += (world - 1) * (stop - start) * (wire or itemsize) + sums
         return received
 
     def state(self, names: Collection[str]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .assignment import Placement, Task
@@ -206,12 +206,6 @@ class Sizes(NamedTuple):
         if self.packed:
             return cargo_bytes([factor.size * (self.stored or layer.itemsize)])
         return cargo_bytes(spec.bytes(layer, sides, self.stored) for spec in self.of_factor)
-
-    def gradients(self, alike: Sequence[LayerFacts]) -> int:
-        """Return the bytes on the wire of new gradients of one shape, with terms."""
-        own, blocks = alike[0].itemsize, sum(layer.task.blocks for layer in alike)
-        new = sum(layer.gradient for layer in alike) * (self.wire or own)
-        return cargo_bytes([new, self.terms * blocks * own])
 
 
 def padded(size: int) -> int:

@@ -8,23 +8,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .assignment import Grid
-from .facts import ALIGN, FactorFacts, LayerFacts, Sizes, padded
+from .facts import ALIGN, FactorFacts, LayerFacts, Sizes, cargo_bytes, padded
 
 owner_of = operator.attrgetter("owner")
 size_of = operator.attrgetter("size")
-
-
-class Sized(Protocol):
-    """An item of a bucket: its size, and the rank that its sum goes to or its bytes come from."""
-
-    @property
-    def owner(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 class CopyItem(NamedTuple):
@@ -35,13 +25,15 @@ class CopyItem(NamedTuple):
     content: Any
 
 
-P = TypeVar("P", bound=Sized)
+P = TypeVar("P", bound=CopyItem | FactorFacts)
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
 class Bucket(Generic[P]):
     """Items that travel together, cut into an equal piece for each member of a group.
+
+    An item has a size, and an owner: the rank that its sum goes to, or that its bytes come from.
 
     They travel in two hops. Sums: each member receives all terms of its piece, and sends the sum
     on to the owners. Copies: each member receives its piece from the owners, and sends it on to
@@ -119,11 +111,6 @@ def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def side_by_side(total: int, senders: int, limit: int) -> int:
-    """Return how much each sender may put into a call: a part of ``limit`` if ``total`` is more."""
-    return limit if total <= limit else limit // senders
-
-
 def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
     """Return the first of each list, then the second of each, and so on."""
     items = itertools.chain(*itertools.zip_longest(*lists))
@@ -151,7 +138,9 @@ def state_rounds(
     groups = []
     for column, members in grouped(factors, lambda f: f.owner % grid.columns).items():
         by_owner = grouped(members, owner_of)
-        share = side_by_side(sum(map(sizes.state, members)), len(by_owner), limit)
+        share = limit
+        if sum(map(sizes.state, members)) > limit:
+            share //= len(by_owner)
         turns = in_turn([*chunks(owned, sizes.state, share)] for owned in by_owner.values())
         copies = [CopyItem(x[0].owner, sum(map(sizes.state, x)), x) for x in turns]
         groups.append((grid.workers_of(column), copies))
@@ -172,10 +161,16 @@ def gradient_rounds(
     """
 
     def size(alike: list[T]) -> int:
-        return sizes.gradients([facts_of(layer) for layer in alike])
+        """Return the bytes on the wire of new gradients of one shape, with terms."""
+        facts = [facts_of(layer) for layer in alike]
+        itemsize, blocks = facts[0].itemsize, sum(x.task.blocks for x in facts)
+        new = sum(x.gradient for x in facts) * (sizes.wire or itemsize)
+        return cargo_bytes([new, sizes.terms * blocks * itemsize])
 
     by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % len(row))
-    share = side_by_side(sum(size([layer]) for layer in layers), len(by_column), limit)
+    share = limit
+    if sum(size([layer]) for layer in layers) > limit:
+        share //= len(by_column)
     turns: list[list[CopyItem]] = []
     for column, members in sorted(by_column.items(), key=operator.itemgetter(0)):
         alike = grouped(members, lambda layer: facts_of(layer).shape).values()

@@ -139,7 +139,7 @@ def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> P
         [of_column[rank % grid.columns] for rank in range(world)],
         account.pending(account.names),
         case.fixed,
-        [rank["total"] for rank in slots.per_step(gather, refresh)],
+        [rank["total"] for rank in slots.per_step()],
         clock.times(slots, *turns, case.intervals),
     )
 
