@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..checks import check_flag, is_real
+from ..checks import is_real
 from ..errors import invalid, invalid_because
 
 
@@ -160,7 +160,6 @@ def choose(
     assignment: str | WorkAssignment | None, grad_worker_fraction: float | None = None
 ) -> WorkAssignment:
     """Return the strategy that the user's arguments name; `make_grid` checks that they agree."""
-    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if isinstance(assignment, WorkAssignment):
         return assignment
     if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
@@ -168,9 +167,9 @@ def choose(
             "assignment",
             f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
         )
+    hybrid = Hybrid() if grad_worker_fraction is None else Hybrid(grad_worker_fraction)
     if assignment is None:
-        assignment = "layer-wise" if fraction is None else "hybrid"
-    hybrid = Hybrid() if fraction is None else Hybrid(fraction)
+        return LayerWise() if grad_worker_fraction is None else hybrid
     for name, strategy in (("layer-wise", LayerWise()), ("hybrid", hybrid), ("opt", Opt())):
         if assignment == name:
             return strategy
@@ -182,7 +181,7 @@ def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:
     """Return the grid that a strategy asks for; a fraction given beside it must mean the same."""
-    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
+    fraction = grad_worker_fraction
     if not _is_count(world) or world < 1:
         raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
@@ -209,7 +208,7 @@ def make_grid(
         raise invalid_because("assignment", why)
     if fraction is not None and _workers(fraction, world) != workers:
         why = (
-            f"{grad_worker_fraction!r} makes {_workers(fraction, world)} of {world} ranks "
+            f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks "
             f"gradient workers, but assignment {strategy!r} makes {workers}; leave out one of "
             "the two"
         )
@@ -222,7 +221,6 @@ def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bo
 
     In a world of one rank they always do.
     """
-    check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
         return bool(strategy.colocate if colocate is None else colocate)
     if colocate is False and grid.world > 1:

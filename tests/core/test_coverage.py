@@ -72,6 +72,12 @@ def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
 
 # ---------------------------------------------------------------- what is covered
 
+ENCODER = {
+    "0.self_attn.in_proj": (3, 5, 4),
+    "0.self_attn.out_proj": (1, 5, 4),
+    "0.linear1": (1, 5, 6),
+    "0.linear2": (1, 7, 4),
+}
 KINDS = {
     "linear": (lambda: nn.Linear(3, 2), {"0": (1, 4, 2)}),
     "linear without bias": (lambda: nn.Linear(3, 2, bias=False), {"0": (1, 3, 2)}),
@@ -97,25 +103,10 @@ KINDS = {
             "0.out_proj": (1, 4, 4),
         },
     ),
-    "encoder": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 6),
-        {
-            "0.self_attn.in_proj": (3, 5, 4),
-            "0.self_attn.out_proj": (1, 5, 4),
-            "0.linear1": (1, 5, 6),
-            "0.linear2": (1, 7, 4),
-        },
-    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 6), ENCODER),
     "decoder": (
         lambda: nn.TransformerDecoderLayer(4, 2, 6),
-        {
-            "0.self_attn.in_proj": (3, 5, 4),
-            "0.self_attn.out_proj": (1, 5, 4),
-            "0.multihead_attn.in_proj": (3, 5, 4),
-            "0.multihead_attn.out_proj": (1, 5, 4),
-            "0.linear1": (1, 5, 6),
-            "0.linear2": (1, 7, 4),
-        },
+        ENCODER | {"0.multihead_attn.in_proj": (3, 5, 4), "0.multihead_attn.out_proj": (1, 5, 4)},
     ),
 }
 
@@ -164,23 +155,19 @@ def test_an_adapter_costs_no_more_than_adams_moments(rank):
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted"),
+    ("kind", "shape", "wanted"),
     [
-        ((1, 512), (1, 2, 512)),  # narrow, and small
-        ((512, 8), (1, 513, 8)),
-        ((513, 9), (1, 514, 9)),
-        ((513, 8), (1, -514, 8)),
-        ((8, 514), (1, 9, -514)),
-        ((4096, 65), (1, 4097, 65)),
+        (nn.Linear, (1, 512), (1, 2, 512)),  # narrow, and small
+        (nn.Linear, (512, 8), (1, 513, 8)),
+        (nn.Linear, (513, 9), (1, 514, 9)),
+        (nn.Linear, (513, 8), (1, -514, 8)),
+        (nn.Linear, (8, 514), (1, 9, -514)),
+        (nn.Linear, (4096, 65), (1, 4097, 65)),
+        (nn.Embedding, (40_000, 600), (1, -40_000, 600)),  # the features keep theirs
     ],
 )
-def test_a_side_64_times_as_wide_as_the_other_is_diagonal(shape, wanted):
-    assert sides(default(nn.Linear(*shape, device="meta"))) == {"": wanted}
-
-
-def test_a_narrow_table_keeps_the_factor_of_its_features():
-    opt = default(nn.Embedding(40_000, 600, device="meta"))
-    assert sides(opt) == {"": (1, -40_000, 600)}
+def test_a_side_64_times_as_wide_as_the_other_is_diagonal(kind, shape, wanted):
+    assert sides(default(kind(*shape, device="meta"))) == {"": wanted}
 
 
 @pytest.mark.parametrize(
@@ -244,14 +231,16 @@ class Mixed(nn.Module):
 UNCOVERED = ["other.weight", "prelu.weight", "scale"]
 
 
-def test_uncovered_parameters_get_their_raw_gradient():
+@pytest.mark.parametrize("skipped", [[], ["^layer$"]])
+def test_parameters_left_or_skipped_get_their_raw_gradient(skipped):
     net = seeded(Mixed)
-    opt = noisy(net, kl_clip=1e-8)  # the clip is for covered layers
+    opt = noisy(net, kl_clip=1e-8, skip_layers=skipped)  # the clip is for covered layers
     loss_of(net(normal(5, 3))).backward()
     gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
     steps = taken(opt, net)
+    raw = [*UNCOVERED, *(["layer.weight", "layer.bias"] if skipped else [])]
     for name, gradient in gradients.items():
-        if name in UNCOVERED:
+        if name in raw:
             assert gradient.abs().max() > 1e-3
             assert_close(steps[name], gradient, 1e-12, name)
         else:
@@ -437,17 +426,6 @@ def test_skip_layers(patterns, left):
     assert set(opt.preconditioner.layers) == left
     assert not opt.preconditioner.uncovered  # the user knows
     assert opt.preconditioner.skipped
-
-
-def test_skipped_layers_get_their_raw_gradient():
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
-    opt = quiet(net, skip_layers=["0"])
-    loss_of(net(normal(5, 3))).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
-    for name in ("0.weight", "0.bias"):
-        assert_close(steps[name], gradients[name], 1e-12)
-    assert (steps["2.weight"] - gradients["2.weight"]).abs().max() > 1e-3
 
 
 # ---------------------------------------------------------------- a kind of a user's own

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +20,6 @@ from torch import Tensor, nn
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.comm.sharding import parts_here
 from kaisa_optim.plan.account import KEPT, Account
-from kaisa_optim.plan.schedule import Schedule
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early
@@ -70,22 +70,6 @@ class Case(NamedTuple):
     frozen: str = ""
     sharded: bool = False
     optimizer: Any = KFACSGD
-
-
-class Measured(NamedTuple):
-    """What one rank saw."""
-
-    account: Account
-    schedule: Schedule
-    memory: dict[str, int]
-    momenta: int  # bytes of the momenta of covered parameters
-    first: Counter[str]  # received in the first step
-    compared: int  # of it, to compare weights and gradients
-    counted: Counter[str]  # received in one interval
-    pending: list[int]  # sums that wait, in each step of an interval
-    spied: Counter[str]  # the same, as the arguments of torch.distributed tell
-    sent: int
-    volume: dict[str, float]
 
 
 def build(case: Case) -> tuple[nn.Module, Any]:
@@ -168,7 +152,7 @@ def train(
     return Counter(kfac.ranks.received) - before, spied
 
 
-def measure(case: Case) -> Measured:
+def measure(case: Case) -> SimpleNamespace:
     model, opt = build(case)
     period = math.lcm(*case.intervals)
     first, _ = train(case, model, opt, range(1))
@@ -183,18 +167,18 @@ def measure(case: Case) -> Measured:
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
     kept = [opt.state[p].get(opt.base_part.momentum) for p in covered]
     momenta = sum(part.nbytes for part in parts_here([x for x in kept if x is not None]))
-    return Measured(
-        kfac.account,
-        kfac.schedule,
-        memory,
-        momenta,
-        first,
-        compared,
-        counted,
-        pending,
-        spied,
-        spied.pop("sent", 0),
-        kfac.communication_volume(),
+    return SimpleNamespace(
+        account=kfac.account,
+        schedule=kfac.schedule,
+        memory=memory,
+        momenta=momenta,  # bytes, of covered parameters
+        first=first,  # received in the first step, but for
+        compared=compared,  # to compare weights and gradients
+        counted=counted,  # received in one interval
+        pending=pending,  # sums that wait, in each step of an interval
+        sent=spied.pop("sent", 0),
+        spied=spied,  # what was received, as the arguments of torch.distributed tell
+        volume=kfac.communication_volume(),
     )
 
 
@@ -218,7 +202,7 @@ def arriving(account: Account, average: Any, refresh: Any, answered: Any) -> lis
     return [Counter({kind: size for kind, size in sizes.items() if size}) for sizes in each]
 
 
-def check(case: Case, ranks: list[Measured]) -> None:
+def check(case: Case, ranks: list[SimpleNamespace]) -> None:
     account = ranks[0].account
     assert all(one.account == account for one in ranks)
     every, refreshed = case.intervals
@@ -344,7 +328,7 @@ POLAR = {
 }
 
 
-def measure_all(cases: list[Case]) -> list[Measured]:
+def measure_all(cases: list[Case]) -> list[SimpleNamespace]:
     return [measure(case) for case in cases]
 
 
