@@ -636,26 +636,51 @@ def test_a_grad_scaler_that_skips_for_one_shard(mesh):
 # ---- checkpoints ----
 
 
-def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each rank from its own share; with what would have come without."""
-    model = sharded(plan)
-    opt = optimizer(plan, model)
+def resumes(plan: Plan, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """From each rank's own share, or from a full state, on rank 0, of a consolidated optimizer.
+
+    Return parameters, those of a run without the load, and warnings of lost factors.
+    """
+    model, other = sharded(plan), sharded(plan)
+    opt, fresh = optimizer(plan, model), optimizer(plan, other)
     learn(plan, model, opt, range(4))
-    saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
-    other = sharded(plan)
-    fresh = optimizer(plan, other)
-    other.load_state_dict(saved[0])
-    fresh.load_state_dict(saved[1])
+    if full:
+        opt.consolidate_state_dict(to=0)
+        how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = [get_model_state_dict(model, options=how)]
+        state.append(get_optimizer_state_dict(model, opt, options=how))
+        things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(things, src=0)
+    else:
+        things = [copy.deepcopy([model.state_dict(), opt.state_dict()])]
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        if full:
+            how = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(other, things[0][0], options=how)
+            set_optimizer_state_dict(other, fresh, things[0][1], options=how)
+        else:
+            other.load_state_dict(things[0][0])
+            fresh.load_state_dict(things[0][1])
     for own, steps in ((model, opt), (other, fresh)):
         learn(plan, own, steps, range(4, STEPS))
     check_placements(other, fresh)
-    return full_values(other), full_values(model)
+    texts = [str(w.message) for w in record if "factors" in str(w.message)]
+    return full_values(other), full_values(model), texts
 
 
-@pytest.mark.parametrize(("mesh", "optimizer"), [((2,), "sgd"), ((2, 2), "adam")])
+@pytest.mark.parametrize(
+    ("plan", "full"),
+    [
+        (Plan((2,), some), False),
+        (Plan((2, 2), some, "adam"), False),
+        (Plan((2,), each), True),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_ranks_go_on_from_their_shares(mesh, optimizer):
-    for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
+def test_ranks_go_on_from_their_shares_or_from_a_full_state(plan, full):
+    for resumed, straight, texts in run(plan.world, resumes, plan, full):
+        assert not texts
         assert_same(resumed, straight)
 
 
@@ -737,37 +762,6 @@ def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatt
     for parameters, texts in results:
         assert not texts
         assert error(parameters, alone.parameters) < 1e-9
-
-
-def consolidates(plan: Plan) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
-    """A full state of torch.distributed.checkpoint after K-FAC's own was gathered."""
-    model = sharded(plan)
-    opt = optimizer(plan, model)
-    learn(plan, model, opt, range(4))
-    opt.consolidate_state_dict(to=0)
-    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = [get_model_state_dict(model, options=how)]
-    state.append(get_optimizer_state_dict(model, opt, options=how))
-    things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(things, src=0)
-    other = sharded(plan)
-    fresh = optimizer(plan, other)
-    how = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(other, things[0][0], options=how)
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        set_optimizer_state_dict(other, fresh, things[0][1], options=how)
-    for own, steps in ((model, opt), (other, fresh)):
-        learn(plan, own, steps, range(4, STEPS))
-    texts = [str(w.message) for w in record if "factors" in str(w.message)]
-    return full_values(other), texts, full_values(model)
-
-
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_a_full_state_of_a_consolidated_optimizer():
-    for resumed, texts, straight in run(2, consolidates, Plan((2,), each)):
-        assert not texts
-        assert_same(resumed, straight)
 
 
 # ---- its predecessor ----
