@@ -11,7 +11,7 @@ import itertools
 import math
 import operator
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -49,9 +49,6 @@ class GatherItem(NamedTuple):
     device: torch.device
     tensor: Tensor | None  # on its source
 
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 class _Flight(NamedTuple):
     """Bytes on their way from and to all ranks."""
@@ -74,6 +71,8 @@ class Ranks:
     Copies within a column or a row of the grid go over the whole group, too: groups of their own
     would be many, and ranks that are not in ``group`` would have to take part in making them.
     """
+
+    status_device: str | None = None  # that carries the status numbers, if the CPU has no backend
 
     def __init__(
         self,
@@ -112,11 +111,7 @@ class Ranks:
             self._host = torch.device(self.group._device_types[0])
             if device is not None and device.type == self._host.type:
                 self._host = device
-
-    @property
-    def status_device(self) -> str | None:
-        """The device whose backend carries the status numbers, if the CPU has no backend."""
-        return None if self._host.type == "cpu" else self._host.type
+            self.status_device = self._host.type
 
     def members(self) -> list[int]:
         """Return the global ranks, in the order of this group's ranks."""
@@ -210,23 +205,19 @@ class Ranks:
 
         The list is emptied.
         """
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
-        incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+        leaving: list[tuple[Tensor, ...]] = []
+        arriving: list[tuple[Tensor, ...]] = []
         sums: list[tuple[P, Tensor]] = []
         for bucket, piece in added:
-            room = piece.new_empty(bucket.sizes[self.rank])
-            leaving = piece.split(overlaps(bucket.pieces, self.rank, bucket.owned))
-            arriving = room.split(overlaps(bucket.owned, self.rank, bucket.pieces))
-            for rank in range(self.world):
-                outgoing[rank].append(leaving[rank])
-                incoming[rank].append(arriving[rank])
+            room, first = piece.new_empty(bucket.sizes[self.rank]), bucket.owned[self.rank]
+            leaving.append(piece.split(overlaps(bucket.pieces, self.rank, bucket.owned)))
+            arriving.append(room.split(overlaps(bucket.owned, self.rank, bucket.pieces)))
             for item, start in zip(bucket.items, bucket.starts, strict=True):
                 if item.owner == self.rank:
-                    first = start - bucket.owned[self.rank]
-                    sums.append((item, room[first : first + item.size]))
+                    sums.append((item, room[start - first : start - first + item.size]))
         device = added[0][1].device
         added.clear()
-        self.all_to_all(outgoing, incoming, device, kind)
+        self.all_to_all([*zip(*leaving, strict=True)], [*zip(*arriving, strict=True)], device, kind)
         return sums
 
     def _exchange(
@@ -250,20 +241,17 @@ class Ranks:
 
     def all_to_all(
         self,
-        outgoing: list[list[Tensor]],
-        incoming: list[list[Tensor]],
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Tensor]],
         device: torch.device,
         kind: str,
     ) -> None:
         """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
         if self.world == 1:
-            torch._foreach_copy_(incoming[0], outgoing[0])
+            torch._foreach_copy_([*incoming[0]], [*outgoing[0]])
             return
         sent = _carved([t for tensors in outgoing for t in tensors], device)
-        sizes_out, sizes_in = (
-            [cargo_bytes(t.nbytes for t in tensors) for tensors in part]
-            for part in (outgoing, incoming)
-        )
+        sizes_out, sizes_in = [*map(_bytes_of, outgoing)], [*map(_bytes_of, incoming)]
         received = self._exchange(sent, sizes_out, sizes_in, kind).wait()
         _unload(received, [t for tensors in incoming for t in tensors])
 
@@ -271,7 +259,8 @@ class Ranks:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         gathered: dict[Any, Tensor] = {}
         for same in grouped(items, lambda item: item.device).values():
-            for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
+            parts = chunks(same, lambda x: math.prod(x.shape) * x.dtype.itemsize, self.bucket_bytes)
+            for chunk in parts:
                 outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
                 incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
                 for x in chunk:
@@ -390,10 +379,13 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return cargo_bytes(tensor.nbytes for tensor in tensors)
+
+
 def _carved(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return one buffer with the bytes of all tensors."""
-    size = cargo_bytes(tensor.nbytes for tensor in tensors)
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer = torch.empty(_bytes_of(tensors), dtype=torch.uint8, device=device)
     if tensors:
         torch._foreach_copy_(_views(buffer, tensors), tensors)
     return buffer

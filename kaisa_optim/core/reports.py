@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,23 +46,19 @@ class Assigned(dict[str, Placement]):
         self.tasks = tuple(task_of(layer) for layer in registry.layers.values())
         super().__init__({task.name: registry.placements.of[task.name] for task in self.tasks})
 
-    def workers(self, name: str) -> range:
-        """Return the ranks that precondition a layer's gradient."""
-        return self.grid.workers_of(self[name].g)
-
     def __repr__(self) -> str:
         rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
         for task in self.tasks:
             parts = f"{task.blocks} x " if task.blocks > 1 else ""
             a = f"{parts}{task.a}{' diagonal' * task.diagonal_a}"
             g = f"{parts}{task.g}{' diagonal' * task.diagonal_g}"
-            ranks = self.workers(task.name)
+            at = self[task.name]
+            ranks = self.grid.workers_of(at.g)
             workers = [str(rank) for rank in ranks]
             if len(workers) > 2 and ranks.step == 1:
                 workers = [f"{ranks[0]}-{ranks[-1]}"]
             elif len(workers) > 6:
                 workers[3:-1] = ["..."]
-            at = self[task.name]
             rows.append((task.name, a, str(at.a), g, str(at.g), ", ".join(workers)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
@@ -76,12 +73,10 @@ class Assigned(dict[str, Placement]):
 def _setting(name: str) -> Any:
     """Return the property of one hyperparameter of the whole optimizer."""
 
-    def read(self: Answers) -> Any:
-        return getattr(self.hyperparameters, name)
-
     def write(self: Answers, value: Any) -> None:
         setattr(self.hyperparameters, name, value)
 
+    read = operator.attrgetter(f"hyperparameters.{name}")
     return property(read, write, doc=OPTIONS[name].help)
 
 
