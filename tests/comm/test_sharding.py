@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -469,56 +469,49 @@ def test_tensor_parallel_layers_take_the_bases_step_and_are_named():
         assert_same(ours, plain)
 
 
-def learn_rows(model: nn.Module, opt: Any, *shape: int) -> None:
-    """Train on this rank's part of the examples, or alone on all of them."""
-    for i in range(STEPS):
-        generator = torch.Generator().manual_seed(i)
-        both = (torch.randn(*shape, k, generator=generator, dtype=torch.float64) for k in (4, 3))
-        x, y = (t.chunk(2)[dist.get_rank()] if dist.is_initialized() else t for t in both)
-        opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        opt.step()
+def taught(
+    plan: Plan, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any
+) -> tuple[dict[str, Tensor], list[str], str]:
+    """Train on this rank's part of the examples, or alone on all of them.
 
-
-def attends(chosen: dict[str, Any], shards: bool) -> tuple[dict[str, Tensor], str]:
-    """With ``shards`` on a rank, else alone and with the attention skipped."""
+    Return parameters, the names of those that are left to the base, and warnings.
+    """
     torch.manual_seed(0)
-    model = Attentive().double()
-    options: dict[str, Any] = {**INTERVALS, **chosen, "staggered": False}
-    if shards:
-        fully_shard(model, mesh=mesh_of((2,)))
-    else:
-        options["skip_layers"] = "attention"
+    model, spread = make().double(), dist.is_initialized()
+    if spread:
+        fully_shard(model, mesh=mesh_of(plan.mesh))
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        opt = KFACSGD(model, lr=0.1, **taken_by(options))
-        learn_rows(model, opt, 4, 3)
-    return full_values(model), "\n".join(str(w.message) for w in record)
+        opt = optimizer(plan, model, staggered=False, **options)
+        for i in range(STEPS):
+            generator = torch.Generator().manual_seed(i)
+            x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
+            if spread:
+                x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+    texts = "\n".join(str(w.message) for w in record)
+    return full_values(model), list(opt.preconditioner.coverage().left), texts
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_sharded_attention_is_left_to_the_base(method, sharing):
-    chosen = {"compute_method": method, "weight_sharing": sharing}
-    expected, _ = attends(chosen, False)
-    results = run(2, attends, chosen, True)
-    for parameters, _ in results:
+    plan = Plan(options={"compute_method": method, "weight_sharing": sharing})
+    expected, *_ = taught(plan, Attentive, (4, 3), skip_layers="attention")
+    results = run(2, taught, plan, Attentive, (4, 3))
+    for parameters, *_ in results:
         assert error(parameters, expected) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
         said = f"attention.{name}: {size}, MultiheadAttention: its weights are sharded"
-        assert [said in text for _, text in results] == [True, False]  # one says it
+        assert [said in text for *_, text in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
-    assert any("attention.out_proj" in text for _, text in results)
+    assert any("attention.out_proj" in text for *_, text in results)
 
 
-def used_around(plan: Plan, calls: bool) -> tuple[dict[str, Tensor], list[str]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(Around(calls)).double()
-    if dist.is_initialized():
-        fully_shard(model, mesh=mesh_of(plan.mesh))
-    opt = optimizer(plan, model, staggered=False)
-    learn_rows(model, opt, 8)
-    return full_values(model), list(opt.preconditioner.coverage().left)
+def around(calls: bool) -> nn.Module:
+    return nn.Sequential(Around(calls))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -526,9 +519,9 @@ def used_around(plan: Plan, calls: bool) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": method})
-    ranks = run(2, used_around, plan, calls)
-    expected, _ = used_around(plan, calls)
-    for parameters, left in ranks:
+    learner = plan, functools.partial(around, calls), (8,)
+    expected, *_ = taught(*learner)
+    for parameters, left, _ in run(2, taught, *learner):
         assert left == []
         assert error(parameters, expected) < 1e-9
 
