@@ -24,11 +24,6 @@ def is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, _SHARDED)
 
 
-def _split(placements: Iterable[Any]) -> list[int]:
-    """Return the mesh dimensions over which a tensor is divided."""
-    return [i for i, placement in enumerate(placements) if type(placement) is Shard]
-
-
 def cut_otherwise(model: nn.Module) -> list[Tensor]:
     """Return sharded parameters that no ``fully_shard`` over one mesh dimension gathers.
 
@@ -42,7 +37,8 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
     cut = []
     for p in sharded:
         plain = all(type(x) in (Shard, Replicate) for x in p.placements)
-        if p not in gathered or not plain or len(_split(p.placements)) > 1:
+        divided = sum(type(x) is Shard for x in p.placements)
+        if p not in gathered or not plain or divided > 1:
             cut.append(p)
     return cut
 
@@ -57,7 +53,7 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
             f"{ranks}; pass the group of all ranks of that mesh"
         )
         raise invalid_because("process_group", why)
-    split = _split(placements)
+    split = [i for i, x in enumerate(placements) if type(x) is Shard]  # mesh dimensions
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
     size = parameter.shape[dim]
     ways = mesh.shape[split[0]] if split else 1

@@ -89,12 +89,18 @@ class Account:
 
     def memory(self) -> list[Usage]:
         """Return the bytes that each rank keeps, by kind."""
-        usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
+        sizes, usage = self.sizes, [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
         applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
         for layer in self.active:
             column = applied[layer.placement.g % self.grid.columns]
-            for owner, kind, size in self.sizes.kept(layer):
-                (column if owner is None else usage[owner])[kind] += size
+            for factor in layer.factors:
+                owned, sides = usage[factor.owner], factor.sides
+                for spec in sizes.of_owner:
+                    owned[spec.kind] += spec.bytes(layer, sides, sizes.average)
+                for spec in sizes.of_factor:
+                    column[spec.kind] += spec.bytes(layer, sides, sizes.stored)
+            for spec in sizes.of_gradient:
+                column[spec.kind] += spec.bytes(layer, (layer.task.g, layer.task.a), sizes.stored)
         for rank, kept in enumerate(usage):
             for kind, size in applied[rank % self.grid.columns].items():
                 kept[kind] += size

@@ -129,8 +129,7 @@ class Hybrid(WorkAssignment):
     grad_worker_fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        fraction = check_fraction(self.grad_worker_fraction)
-        object.__setattr__(self, "grad_worker_fraction", fraction)  # frozen for everyone else
+        check_fraction(self.grad_worker_fraction)
 
     def gradient_workers(self, world: int) -> int:
         return _workers(self.grad_worker_fraction, world)
@@ -181,7 +180,6 @@ def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:
     """Return the grid that a strategy asks for; a fraction given beside it must mean the same."""
-    fraction = grad_worker_fraction
     if not _is_count(world) or world < 1:
         raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
@@ -206,11 +204,11 @@ def make_grid(
             f"a whole number from 1 to {world} that divides {world}{such_as}"
         )
         raise invalid_because("assignment", why)
+    fraction = grad_worker_fraction
     if fraction is not None and _workers(fraction, world) != workers:
         why = (
-            f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks "
-            f"gradient workers, but assignment {strategy!r} makes {workers}; leave out one of "
-            "the two"
+            f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks gradient workers, "
+            f"but assignment {strategy!r} makes {workers}; leave out one of the two"
         )
         raise invalid_because("grad_worker_fraction", why)
     return Grid(world, int(workers))

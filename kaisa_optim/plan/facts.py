@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 from .assignment import Placement, Task
@@ -186,19 +186,6 @@ class Sizes(NamedTuple):
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         return (*self.of_owner, *self.of_factor, *self.of_gradient)
-
-    def kept(self, layer: LayerFacts) -> Iterator[tuple[int | None, str, int]]:
-        """Yield kinds and bytes of a layer's tensors, each with the rank that keeps it.
-
-        ``None`` stands for all gradient workers.
-        """
-        for factor in layer.factors:
-            for spec in self.of_owner:
-                yield factor.owner, spec.kind, spec.bytes(layer, factor.sides, self.average)
-            for spec in self.of_factor:
-                yield None, spec.kind, spec.bytes(layer, factor.sides, self.stored)
-        for spec in self.of_gradient:
-            yield None, spec.kind, spec.bytes(layer, (layer.task.g, layer.task.a), self.stored)
 
     def state(self, factor: FactorFacts) -> int:
         """Return the bytes of a factor's state on the wire."""

@@ -21,7 +21,8 @@ from kaisa_optim.curvature.rules import (
     StoredProductRule,
 )
 from kaisa_optim.layers import Layer, LinearLayer
-from kaisa_optim.plan.assignment import Placement, Task
+from kaisa_optim.plan.account import Account
+from kaisa_optim.plan.assignment import Grid, Placement, Task
 from kaisa_optim.plan.facts import OF_AVERAGES, LayerFacts, cargo_bytes
 from kaisa_optim.plan.step_plan import FAILED
 from tests.support.training import assert_near, assert_same
@@ -151,7 +152,7 @@ def test_state_is_what_the_sizes_say(make, dtype, diagonal):
     task = Task("layer1", A, G, "a" in diagonal, False)
     facts = LayerFacts(task, Placement(0, 0), itemsize=8)
     held = [t for _, t in one.group.views(one.layers[1])]
-    told = sum(size for _, _, size in rule.sizes.kept(facts))
+    told = Account([facts], Grid(1, 1), rule.sizes).memory()[0]["total"]
     assert told == sum(t.numel() * t.element_size() for t in held)
 
 
