@@ -408,33 +408,28 @@ class Attentive(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
-def refused(change: str) -> str:
-    model = net()
-    options: dict[str, Any] = {}
-    if change == "alone":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
-        fully_shard(model, mesh=mesh)
-    else:
-        fully_shard(model, mesh=mesh_of((2,)))
-    if change in ("opt", "hybrid"):
-        options["assignment"] = change
-    if change == "fraction":
-        options["grad_worker_fraction"] = 1.0
+def refused(options: dict[str, Any]) -> str:
+    """Without options, each rank has a shard of its own mesh."""
+    mesh = mesh_of((2,)) if options else mesh_of((2, 1))["shards"]
+    model = fully_shard(net(), mesh=mesh)
     with pytest.raises(ValueError) as caught:
         KFACSGD(model, lr=0.1, **options)
     return str(caught.value)
 
 
+ONE_RANK = "Invalid assignment: .* exactly one rank preconditions each gradient; use"
+
+
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("options", "text"),
     [
-        ("opt", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
-        ("fraction", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
-        ("alone", r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
+        ({"assignment": "opt"}, ONE_RANK),
+        ({"grad_worker_fraction": 1.0}, ONE_RANK),
+        ({}, r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
     ],
 )
-def test_what_cannot_work_is_refused_on_all_ranks(change, text):
-    for problem in run(2, refused, change):
+def test_what_cannot_work_is_refused_on_all_ranks(options, text):
+    for problem in run(2, refused, options):
         assert re.search(text, problem)
 
 

@@ -344,32 +344,22 @@ def test_the_default_method(world, fraction):
         check(case, list(measured))
 
 
-@pytest.mark.parametrize(
-    "name", ["eigen", "inverse", "products", "stored inverses", "diagonal", "tied", "frozen"]
-)
-def test_one_process(name):
-    one = measure(CASES[name])
-    check(CASES[name], [one])
-    assert not one.counted
-    assert one.volume == dict.fromkeys((*MOVED, "total"), 0.0)
+ALONE = "eigen", "inverse", "products", "stored inverses", "diagonal", "tied", "frozen"
 
 
 @pytest.mark.parametrize(
     ("name", "world"),
     [
+        *((name, 1) for name in ALONE),
         # Three ranks divide nothing evenly.
         *((name, 3) for name in (*CASES, *SHARDED)),
-        ("defaults", 4),
-        ("layer-wise tokens", 4),
+        *((name, 4) for name in ("defaults", "layer-wise tokens", *AT_FOUR)),
     ],
 )
 def test_ranks(name, world):
     if name in SHARDED and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    case = {**CASES, **SHARDED}[name]
-    check(case, run(world, measure, case))
-
-
-@pytest.mark.parametrize("name", AT_FOUR)
-def test_four_ranks(name):
-    check(AT_FOUR[name], run(4, measure, AT_FOUR[name]))
+    case = {**CASES, **AT_FOUR, **SHARDED}[name]
+    ranks = run(world, measure, case) if world > 1 else [measure(case)]
+    check(case, ranks)
+    assert bool(ranks[0].counted) == (world > 1)
