@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from kaisa_optim.linalg import orthogonal
+from kaisa_optim.linalg import products
 from kaisa_optim.linalg.precision import multiplies_in_half
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
@@ -48,10 +48,10 @@ class Muon(torch.optim.Optimizer):
         x = torch.stack([each.flatten(1) for each in ahead])
         x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS)
         tall = x.shape[1] > x.shape[2]
-        in_half = multiplies_in_half(torch.bfloat16, x) and not orthogonal.narrow(x)
+        in_half = multiplies_in_half(torch.bfloat16, x) and not products.narrow(x)
         x = x.mT if tall else x
         for steps in (4, 1):  # rounding grows with each polynomial in a row
-            x = orthogonal.towards_one(x, [COEFFICIENTS] * steps, in_half)
+            x = products.towards_one(x, [COEFFICIENTS] * steps, in_half)
         x = x.mT.contiguous() if tall else x
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         directions = [d.view_as(p) for d, p in zip(x, params, strict=True)]

@@ -23,7 +23,7 @@ from ..plan.step_plan import EMPTY, FAILED, REJECTED
 from ..stages import stage
 from .group import WITH_STREAMS, Group, Key, Side, joined
 from .notes import Notes
-from .rules.base import Rule, stored
+from .rules import Rule, stored
 
 # Elements of the factors in one batch. On CPUs, larger batches only take memory. On other devices,
 # they take fewer calls, and the host waits once for each batch that is decomposed.

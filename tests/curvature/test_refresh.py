@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import refresh
-from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
+from kaisa_optim.linalg import precision, products, roots
 from tests.linalg.test_precision import USERS, all_settings, matmuls
 from tests.linalg.test_precision import settings as settings  # puts them back after each test
 from tests.support import groups
@@ -44,8 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERE
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
 ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
 SOLVERS: dict[str, tuple[Any, str]] = {
-    "eigen": (eigen, "eigendecompose"),
-    "inverse": (kronecker, "damped_inverse"),
+    "eigen": (roots, "eigendecompose"),
+    "inverse": (products, "damped_inverse"),
     "polar": (roots, "inverse_root"),
 }
 LinAlgError = torch.linalg.LinAlgError
@@ -777,8 +777,8 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(user, monkeypatch):
         seen.append(([all_settings()[0], *matmuls()], torch.is_autocast_enabled("cpu")))
         return original(*given, **how)
 
-    original = orthogonal.orthogonalized
-    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
+    original = products.orthogonalized
+    monkeypatch.setattr(products, "orthogonalized", spied)
     USERS[user]()
     chosen = all_settings()
     model = network(dtype=torch.float32)
