@@ -105,10 +105,6 @@ class ParameterStack:
         torch._foreach_copy_(list(stack.unbind()), parts)
         return stack
 
-    @property
-    def weights(self) -> Tensor:
-        return self.stacked(self.parameters)
-
     def adopt(self, key: str, entries: Sequence[dict[str, Any]]) -> None:
         """Take over the entries' momenta, and give them rows; an absent one begins at zero.
 
@@ -161,6 +157,7 @@ class Group:
         self.count = self.slots[layers[-1]].stop
         self.shape = (self.count, self.g.key.size, self.a.key.size)
         self.dtype, self.device = self.g.key.dtype, self.g.key.device
+        self.in_half = False  # whether its stacks are multiplied with bfloat16 in bfloat16
         self.tensors: dict[str, Tensor] = {}  # numbers or matrices of each block
         # Kinds of parameters: a stack, its view, and the view of [k, g, a].
         self.places: list[tuple[ParameterStack, Region, Region]] = []
@@ -264,11 +261,16 @@ class Group:
                 pairs = pairs[count:]
 
     def collect(self, name: str) -> Tensor:
-        """Return stacks of this name as ``[k, g, a]``; zeros for what has no place."""
+        """Return stacks of this name as ``[k, g, a]``, or the "parameters" themselves.
+
+        What has no place is zero.
+        """
         make = torch.empty if self._is_full else torch.zeros
         matrices = make(self.shape, dtype=self.dtype, device=self.device)
         for stack, (size, stride, start), (to_size, to_stride, to_start) in self.places:
-            part = getattr(stack, name).as_strided(size, stride, start)
+            tensor = getattr(stack, name)
+            tensor = stack.stacked(tensor) if name == "parameters" else tensor
+            part = tensor.as_strided(size, stride, start)
             matrices.as_strided(to_size, to_stride, to_start).copy_(part)
         return matrices
 

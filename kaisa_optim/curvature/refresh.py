@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg.precision import full_precision
+from ..linalg.products import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
 from ..plan.step_plan import EMPTY, FAILED, REJECTED

@@ -6,14 +6,13 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import moments, precision, products, roots
+from ..linalg import moments, products, roots
 from ..plan.facts import Work
 from ..plan.moves import Sizes, TensorSpec
 from .group import Group, Key, Side, StackKey, by_place, per_block, stack_key
@@ -93,10 +92,6 @@ class Rule(ABC):
 
     # ---- application ----
 
-    def precision(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return the context in which :meth:`apply` runs, for several stacks of a device."""
-        return nullcontext()
-
     @abstractmethod
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         """Return a group's new gradients, or directions, ``[k, g, a]``."""
@@ -105,26 +100,27 @@ class Rule(ABC):
         """Return whether products are asked for in bfloat16 that some device does not have."""
         if not (self.wants_half_products or self.dtype == torch.bfloat16):
             return False
-        ones = [torch.empty(0, dtype=torch.float32, device=device) for device in devices]
-        return not all(precision.multiplies_in_half(torch.bfloat16, one) for one in ones)
+        return not all(products.multiplies_in_half(torch.float32, device) for device in devices)
 
-    def _states(self, group: Group, name: str, like: Tensor) -> tuple[Any, Any]:
-        """Return a group's tensors of G and of A, ready for arithmetic with ``like``.
+    def in_half(self, key: StackKey) -> bool:
+        """Return whether float32 stacks there are multiplied with bfloat16 in bfloat16."""
+        if self.half_products is None:
+            return products.multiplies_in_half(key.dtype, key.device)
+        # Do as agreed, even if this rank's device has changed: weights must not drift apart.
+        return self.half_products and key.dtype == torch.float32
+
+    def _states(self, group: Group, name: str) -> tuple[Any, Any]:
+        """Return a group's tensors of G and of A, ready for arithmetic with its gradients.
 
         ``None`` stands for a tensor that a diagonal factor does not have.
         """
         g, a = group.g.state.get(name), group.a.state.get(name)
-        if g is not None and g.dtype != like.dtype and not self._in_half(g.dtype, like):
-            g = g.to(like.dtype)
-        if a is not None and a.dtype != like.dtype and not self._in_half(a.dtype, like):
-            a = a.to(like.dtype)
+        halves = torch.bfloat16 if group.in_half else group.dtype
+        if g is not None and g.dtype not in (group.dtype, halves):
+            g = g.to(group.dtype)
+        if a is not None and a.dtype not in (group.dtype, halves):
+            a = a.to(group.dtype)
         return g, a
-
-    def _in_half(self, dtype: torch.dtype, like: Tensor) -> bool:
-        if self.half_products is None:
-            return precision.multiplies_in_half(dtype, like)
-        # Do as agreed, even if this rank's device has changed: weights must not drift apart.
-        return self.half_products and (dtype, like.dtype) == (torch.bfloat16, torch.float32)
 
 
 class TriangleRule(Rule):
@@ -203,7 +199,8 @@ class CholeskyRule(TriangleRule):
         return (products.damped_inverse(factors, damping),)
 
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
-        return products.apply_inverse(gradients, *self._states(group, "inverse", gradients))
+        g, a = self._states(group, "inverse")
+        return products.between(g, gradients, a.mT if a.dim() == 3 else a)
 
 
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
@@ -241,16 +238,16 @@ class EigenRule(Rule):
         return (factors.clamp(min=0),) if diagonal else roots.eigendecompose(factors)
 
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
-        bases = self._states(group, "vectors", gradients)
-        projected = products.into_basis(gradients, *bases)
+        g, a = self._states(group, "vectors")
+        projected = products.between(None if g is None else g.mT, gradients, a)
         if projected is gradients:  # both factors are diagonal, and the caller needs the gradients
             projected = gradients.clone()
         self._divide(group, projected, damping_of)
-        return products.out_of_basis(projected, *bases)
+        return products.between(g, projected, None if a is None else a.mT)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
         damping = group.common_or_each(damping_of)
-        g, a = self._states(group, "values", new)
+        g, a = self._states(group, "values")
         new.div_(products.damped_product(g, a, damping))
 
 
@@ -303,11 +300,6 @@ class PolarRule(TriangleRule):
         if spec.name == "root" and not found and tensor.abs().max() > _LARGEST:
             yield f"larger than {_LARGEST:g}, as no root of a damped factor is"
 
-    def precision(self, device: torch.device) -> AbstractContextManager[None]:
-        """Polynomials need full precision, unless they are multiplied in bfloat16."""
-        half = device.type != "cpu" and self._in_half(torch.bfloat16, torch.empty(0, device=device))
-        return nullcontext() if half else precision.full_precision()
-
     def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return the residuals of a root, with the average of now."""
         shifts = average.new_full((len(average),), damping)
@@ -320,10 +312,11 @@ class PolarRule(TriangleRule):
 
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
-        g, a = self._states(group, "root", gradients)
-        white = products.apply_inverse(gradients, g, a)
-        half = not products.narrow(white) and self._in_half(torch.bfloat16, white)
-        found = products.orthogonalized(white, in_half=half)
+        g, a = group.g.state["root"], group.a.state["root"]
+        if not g.dtype == a.dtype == group.dtype:
+            g, a = self._states(group, "root")
+        white = products.between(g, gradients, a.mT if a.dim() == 3 else a)
+        found = products.orthogonalized(white, in_half=group.in_half)
         return products.softened(found, g, a, _KEPT)
 
 

@@ -1,11 +1,14 @@
-"""Products of stacks of equal matrices: Kronecker algebra, and polar factors by polynomials.
+"""Products of stacks of equal matrices: Kronecker algebra, polar factors, and their precision.
 
 Factors are ``[k, n, n]`` (a diagonal one ``[k, n]``), gradients ``[k, g, a]``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,41 +57,30 @@ def damped_product(values_g: Tensor, values_a: Tensor, damping: Tensor | float) 
     return (values_g.unsqueeze(2) * values_a.unsqueeze(1)).add_(damping)
 
 
-def _between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
-    """Return L M R, ``[k, g, a]``; a side that is ``None`` stands for the identity.
+def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
+    """Return L M R, ``[k, g, a]``; a side ``[k, n]`` is diagonal, and ``None`` the identity.
 
     Sides in half precision are multiplied with M rounded to it; the result has M's dtype.
     """
-    side = right if left is None else left
+    g = left if left is not None and left.dim() == 3 else None
+    a = right if right is not None and right.dim() == 3 else None
+    side, product = a if g is None else g, middle
     if side is not None and side.dtype != middle.dtype:
-        return _between(left, middle.to(side.dtype), right).to(middle.dtype)
-    if left is not None and right is not None:
-        g, a = middle.shape[1:]
-        rows, columns = left.shape[1], right.shape[2]
-        if g * columns * (a + rows) < rows * a * (g + columns):  # less work with M R first
-            return torch.bmm(left, torch.bmm(middle, right))
-    product = middle if left is None else torch.bmm(left, middle)
-    return product if right is None else torch.bmm(product, right)
-
-
-def into_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
-    """Return Q_Gᵀ ∇ Q_A; ``None`` stands for the basis of a diagonal factor."""
-    return _between(None if vectors_g is None else vectors_g.mT, gradient, vectors_a)
-
-
-def out_of_basis(gradient: Tensor, vectors_g: Tensor | None, vectors_a: Tensor | None) -> Tensor:
-    """Return Q_G ∇ Q_Aᵀ."""
-    return _between(vectors_g, gradient, None if vectors_a is None else vectors_a.mT)
-
-
-def apply_inverse(gradient: Tensor, inverse_g: Tensor, inverse_a: Tensor) -> Tensor:
-    """Return G⁻¹ ∇ A⁻ᵀ; inverses are symmetric, and one given as ``[k, n]`` is diagonal."""
-    g = inverse_g if inverse_g.dim() == 3 else None
-    a = inverse_a if inverse_a.dim() == 3 else None
-    out = _between(g, gradient, None if a is None else a.mT)
-    if g is None:
-        out = inverse_g[:, :, None] * out
-    return out if a is not None else out * inverse_a[:, None, :]
+        product = middle.to(side.dtype)
+    if g is not None and a is not None:
+        _, rows, columns = middle.shape
+        # Less work with M R first.
+        right_first = rows * a.shape[2] * (columns + g.shape[1])
+        if right_first < g.shape[1] * columns * (rows + a.shape[2]):
+            product = torch.bmm(g, torch.bmm(product, a))
+        else:
+            product = torch.bmm(torch.bmm(g, product), a)
+    elif side is not None:
+        product = torch.bmm(product, a) if g is None else torch.bmm(g, product)  # type: ignore
+    product = product.to(middle.dtype)
+    if left is not None and g is None:
+        product = left[:, :, None] * product
+    return product * right[:, None, :] if right is not None and a is None else product
 
 
 def softened(directions: Tensor, root_g: Tensor, root_a: Tensor, kept: float) -> Tensor:
@@ -135,12 +127,7 @@ _FAR = 256
 _LONG = 1.5  # sides' ratio from which powers of X Xᵀ are less work
 _TINY = 1e-30  # a divisor in place of zero
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
-_NARROW = 64  # shorter side up to which CPUs make matrices orthogonal faster in float32
-
-
-def narrow(matrices: Tensor) -> bool:
-    """Return whether :func:`orthogonalized` is faster in float32 even where halves are fast."""
-    return matrices.device.type == "cpu" and min(matrices.shape[1:]) <= _NARROW
+_NARROW = 64
 
 
 def polynomials_for(shorter: int) -> Sequence[Polynomial]:
@@ -151,24 +138,9 @@ def polynomials_for(shorter: int) -> Sequence[Polynomial]:
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
 
-    Products alone (:func:`towards_one`) make the singular values nearly equal, but for values
-    below 0.02 of M's norm (0.005 where the smaller side is above 256). Squares of M's numbers must
-    be numbers of its dtype.
-    """
-    at_once = max(1, _AT_ONCE // max(1, matrices[:1].numel()))  # products take memory
-    if len(matrices) > at_once:
-        parts = matrices.split(at_once)
-        return torch.cat([orthogonalized(some, in_half=in_half) for some in parts])
-    tall = matrices.shape[1] > matrices.shape[2]
-    wide = matrices.mT if tall else matrices
-    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide = wide / norms.clamp_(min=_TINY)
-    found = towards_one(wide, polynomials_for(wide.shape[1]), in_half)
-    return found.mT if tall else found
-
-
-def towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) -> Tensor:
-    """Make the singular values of ``wide`` matrices, of a norm of 1 at most, nearly equal.
+    Products alone make the singular values nearly equal, but for values below 0.02 of M's norm
+    (0.005 where the smaller side is above 256). Squares of M's numbers must be numbers of its
+    dtype.
 
     A polynomial takes X to (a + b X Xᵀ + c (X Xᵀ)²) X. Each is multiplied so, as in Muon (Jordan
     et al., 2024), where bfloat16 is fast or the sides are about equal. Else several polynomials are
@@ -176,16 +148,29 @@ def towards_one(wide: Tensor, polynomials: Sequence[Polynomial], in_half: bool) 
     twice. This needs full precision, as the rounding of X Xᵀ grows with each polynomial: with four,
     it stays below 0.01 outside of X's range.
     """
-    _, rows, columns = wide.shape
-    x = wide.bfloat16() if in_half else wide
-    if not in_half and columns > _LONG * rows:
+    _, rows, columns = matrices.shape
+    at_once = max(1, _AT_ONCE // max(1, rows * columns))  # products take memory
+    if len(matrices) > at_once:
+        parts = matrices.split(at_once)
+        return torch.cat([orthogonalized(part, in_half=in_half) for part in parts])
+    wide = matrices.mT if rows > columns else matrices
+    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
+    wide = wide / norms.clamp_(min=_TINY)
+    shorter, longer = wide.shape[1:]
+    # Up to a side of 64, CPUs make matrices orthogonal faster in float32.
+    in_half = in_half and not (shorter <= _NARROW and wide.device.type == "cpu")
+    polynomials = _FROM_FURTHER if shorter > _FAR else _TOWARDS_ONE
+    if not in_half and longer > _LONG * shorter:
         gram = torch.bmm(wide, wide.mT)
-        return torch.bmm(orthogonalizer(gram, polynomials), wide)
-    for a, b, c in polynomials:
-        gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a, alpha=1)
-    return x.to(wide.dtype)
+        x = torch.bmm(orthogonalizer(gram, polynomials), wide)
+    else:
+        x = wide.bfloat16() if in_half else wide
+        for a, b, c in polynomials:
+            gram = torch.bmm(x, x.mT)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a, alpha=1)
+        x = x.to(wide.dtype)
+    return x.mT if rows > columns else x
 
 
 def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
@@ -199,3 +184,95 @@ def orthogonalizer(gram: Tensor, polynomials: Sequence[Polynomial]) -> Tensor:
             gram = torch.bmm(factor, torch.bmm(gram, factor))
     assert whole is not None
     return whole
+
+
+# ---- settings of the process: the precision of float32 products, and autocast ----
+
+# Torch's settings of float32 products; since torch 2.9, each is a pair, of CUDA and of CPUs.
+_BY_BACKEND = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+_setting = "highest"  # in force
+_NOTHING = nullcontext()
+
+
+def full_precision(setting: str = "highest") -> AbstractContextManager[None]:
+    """Multiply float32 in full float32, then put back the user's settings.
+
+    With a lower ``setting``, multiply as under ``torch.set_float32_matmul_precision(setting)``.
+    """
+    try:
+        fits = torch.get_float32_matmul_precision() == setting == _setting
+    except RuntimeError:  # torch does not answer where its newer settings differ
+        fits = False
+    for backend, value in zip(_backends(), _BY_BACKEND[setting], strict=False) if fits else ():
+        present = backend.fp32_precision
+        fits = fits and (present == value or (present, value) == ("none", "ieee"))
+    return _NOTHING if fits else _Precision(setting)
+
+
+class _Precision(AbstractContextManager[None]):
+    """The settings in force while it is entered; ``contextmanager`` takes longer."""
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+
+    def __enter__(self) -> None:
+        global _setting
+        self._former, _setting = _setting, self._setting
+        try:
+            self._older = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            self._older = self._setting
+        self._newer = [backend.fp32_precision for backend in _backends()]
+        if self._older != self._setting:
+            torch.set_float32_matmul_precision(self._setting)
+        _set(_BY_BACKEND[self._setting])
+
+    def __exit__(self, *raised: object) -> None:
+        global _setting
+        _setting = self._former
+        if self._older != self._setting:
+            torch.set_float32_matmul_precision(self._older)
+        _set(self._newer)
+
+
+@functools.cache  # asked for each layer
+def _backends() -> list[Any]:
+    """Return CUDA's and the CPU's settings; before torch 2.9 there are none."""
+    both = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    return [backend for backend in both if hasattr(backend, "fp32_precision")]
+
+
+def _set(values: Sequence[str]) -> None:
+    for backend, value in zip(_backends(), values, strict=False):
+        present = backend.fp32_precision
+        if present != value and (present, value) != ("none", "ieee"):  # unset is full, too
+            backend.fp32_precision = value
+
+
+def lowered() -> bool:
+    """Return whether products round their float32 rows now."""
+    return _setting != "highest"
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
+def multiplies_in_half(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether matrices of this dtype are multiplied with bfloat16 matrices in bfloat16.
+
+    They are in float32, on devices with instructions for bfloat16: other devices would take longer.
+    Float16 has too few exponents for preconditioned gradients.
+    """
+    off = device.type == "cpu" and not torch._C._get_mkldnn_enabled()
+    return dtype == torch.float32 and not off and _multiplies_brain_floats(device)
+
+
+@functools.cache
+def _multiplies_brain_floats(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
+    has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    return device.type == "cpu" and torch.backends.mkldnn.is_available() and bool(has())

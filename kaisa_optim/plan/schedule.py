@@ -51,6 +51,20 @@ class Schedule:
             return self._active
         return self.refresh_slots(gathering, interval).get(step % interval, frozenset())
 
+    def next_step(self, step: int, gathering: int, interval: int, late: bool) -> int:
+        """Return the first step, from this one on, that gathers or refreshes."""
+        if step == 0:
+            return 0
+        steps = [early for early in self._early if early >= step]
+        for every, slots in (
+            (gathering, self.gathering_slots(gathering)),
+            (interval, self.refresh_slots(gathering, interval)),
+        ):
+            steps += [step + (place - step) % every for place in slots]
+        turns = (step // gathering, step // gathering + 1) if late else ()
+        extra = [turn * gathering + (1 + turn) % gathering for turn in turns]
+        return min([*steps, *[x for x in extra if x >= step]])
+
     def rounds_begun(self, step: int, interval: int) -> int:
         """Return how many slots each layer has had; the step's number alone tells."""
         return step // interval + sum(map(step.__ge__, self._early))

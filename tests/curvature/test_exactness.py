@@ -133,7 +133,7 @@ def test_kronecker_product_acts_on_rows_first(data, k, g, a):
     left, right = data.draw(tensors(k, g, g)), data.draw(tensors(k, a, a))
     w = data.draw(tensors(k, g, a))
     expected = torch.stack([torch.kron(left[i], right[i]) @ w[i].flatten() for i in range(k)])
-    actual = products.apply_inverse(w, left, right)
+    actual = products.between(left, w, right.mT)
     ref.assert_close(actual.flatten(1), expected, 1e-12)
 
 

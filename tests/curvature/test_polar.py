@@ -198,13 +198,8 @@ def mlp(n: int = 4, seed: int = 0) -> nn.Module:
 def unlimited() -> Iterator[None]:
     """Steps of any length: limits go by rates, which a test may have to scale."""
 
-    def none(one: Any, *rest: Any, **how: Any) -> Tensor:
-        return torch.full_like(one.roots, math.inf)
-
-    with (
-        mock.patch.object(lengths, "_limit", none),
-        mock.patch.object(lengths, "_MOST_OF_OWN", math.inf),
-    ):
+    constants = ("_FREE", "_FREE_OF_ZEROS_BY_SGD", "_MOST_OF_OWN")
+    with mock.patch.multiple(lengths, **dict.fromkeys(constants, math.inf)):
         yield
 
 

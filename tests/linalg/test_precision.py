@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import precision, roots
+from kaisa_optim.linalg import products, roots
 from tests.linalg.test_moments import off
 from tests.support.training import EVERY_STEP, network, train
 
@@ -113,7 +113,7 @@ def test_settings_come_back_after_an_error():
     before = all_settings()
     with (
         pytest.raises(ZeroDivisionError),
-        precision.full_precision("medium"),
+        products.full_precision("medium"),
     ):
         raise ZeroDivisionError
     assert all_settings() == before
