@@ -6,9 +6,10 @@ along a row of ranks (:class:`Rows`), or brought to owners and back in shards (:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,8 +92,6 @@ class CompiledPlan:
         Those of shards are left to their measures: owners need the sums of all ranks.
         """
         stacks = [x for share in self.made for g in share.groups for x, *_ in g.places]
-        if all(stack.former is None for stack in stacks):
-            return
         for stack in stacks:
             stack.former = stack.empty().zero_() if stack.former is None else stack.former
         for share in self.made:
@@ -204,37 +203,46 @@ class Groups:
                 if name in values[layer]:
                     view.copy_(values[layer][name])
 
-    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
+    def stepped(self) -> tuple[set[Tensor], set[Tensor]]:
         """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
 
-        All layers of these parameters have a state; ``all_layers`` takes all for ready.
+        All layers of these parameters have a state.
         """
-        registry = self._registry
         if not self._rule.makes_directions:
             return set(), set()
-        layers = registry.active if all_layers else registry.with_state
-        chosen = set(layers)
-        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
-        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
-        return ready, ready & self._here(layers)
+        return self._ready(self._registry.with_state)
 
-    def _here(self, layers: Iterable[Layer]) -> set[Tensor]:
-        """Return the parameters of layers whose gradients this rank collects."""
-        sharded = self._registry.placements.sharded
+    def _ready(self, layers: Collection[Layer]) -> tuple[set[Tensor], set[Tensor]]:
+        """Return parameters without other layers than these, and those that are collected here.
+
+        The papers' rules take a parameter of several layers for ready when one of them is.
+        """
+        chosen, sharded = set(layers), self._registry.placements.sharded
+        raw: set[Tensor] = set()
+        if self._rule.makes_directions:
+            raw.update(p for x in self._registry.active if x not in chosen for p in x.parameters)
+        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
         here = [x for x in layers if x in sharded or self.of[x].applied]
-        return {p for x in here for p in x.parameters}
+        return ready, {p for x in here for p in x.parameters if p in ready}
 
     def compile(self, groups: list[ParamGroup], base: Any, *, all_layers: bool = False) -> None:
         """Make the plan of the steps to come, for the layers that have a state."""
         registry, ranks, sharded = self._registry, self._ranks, self._registry.placements.sharded
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
-        ready, mine = self.stepped(all_layers=all_layers)
-        if not self._rule.makes_directions:
-            ready, mine = {p for x in layers for p in x.parameters}, self._here(layers)
+        ready, mine = self._ready(layers)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        placed = [x.parameters for g in self.all for x in g.layers if x in layers]
-        chosen = [p for p in itertools.chain(*placed) if p in ready and p in number_of]
-        stacks = self._stacked(chosen, number_of, mine)
+        # Stacks of parameters that lie alike, in one of the optimizer's groups. A stack of the
+        # former plan is used again, so that its tensors stay where they are.
+        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
+        placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
+        for p in [p for p in placed if p in ready and p in number_of]:
+            part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
+            layout = part.shape, strides(part), part.dtype, part.device
+            kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
+        former, stacks = {x.key: x for x in self.plan.stacks}, []
+        for (_, number, keeps, _), parts in kinds.items():
+            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
+            stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
         for group in self.all:
@@ -245,10 +253,7 @@ class Groups:
             stack.is_partial = any(room.get(p, 0) < whole for p in stack.parameters)
         rest = [[p for p in group["params"] if p not in rows] for group in groups]
         plan = CompiledPlan(stacks, rest)
-
-        def share_of(some: Sequence[Group]) -> Share:
-            return Share(some, plan.index, number_of)
-
+        share_of = functools.partial(Share, index=plan.index, number_of=number_of)
         terms, every = self.sizes.terms, list[Group]()
         if self._rounds and layers:
             plan.rows = Rows(self._rounds, ranks, terms, self.of, share_of)
@@ -263,36 +268,22 @@ class Groups:
         every += [group for share in plan.shares for group in share.groups]
         begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
         if begun:
-            part = registry.placements, ranks, terms, rows, self.of, share_of
-            plan.shards = Shards(begun, *part, measures=self._rule.makes_directions)
+            plan.shards = Shards(
+                *(begun, registry.placements, ranks, terms, rows, self.of, share_of),
+                measures=self._rule.makes_directions,
+            )
             every += plan.shards.groups
         plan.whole = share_of(every) if every and terms else None
         for group in self.all:
             group.in_half = self._rule.in_half(group.g.key)
         base.adopt(plan)
-        base.part_from(plan)
-        plan.take_former()
+        if self._rule.makes_directions:
+            plan.leaving = [p for p in base.stepped if p not in plan.index]
+            base.stepped.update(plan.parameters)
+        if any(stack.former is not None for stack in stacks):
+            plan.take_former()
         self.plan = plan
         self.compilations += 1
-
-    def _stacked(
-        self, parameters: Iterable[Tensor], number_of: Mapping[Tensor, int], mine: set[Tensor]
-    ) -> list[ParameterStack]:
-        """Return stacks of parameters that lie alike, in one of the optimizer's groups.
-
-        A stack of the former plan is used again, so that its tensors stay where they are.
-        """
-        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
-        for p in parameters:
-            part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
-            layout = part.shape, strides(part), part.dtype, part.device
-            kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
-        former = {x.key: x for x in self.plan.stacks}
-        stacks = []
-        for (_, number, keeps, _), parts in kinds.items():
-            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
-            stacks.append(former.get(stack.key, stack))
-        return stacks
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:

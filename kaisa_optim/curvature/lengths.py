@@ -94,22 +94,21 @@ class Share:
         self.ordered = sorted(ours, key=lambda i: self.layers[i].number)
         none = torch.empty(0, dtype=torch.long, device="cpu")
         self.order = sent(torch.cat([none, *(places[i] for i in self.ordered)]), self.like.device)
-        self._find_plain(index, [int(place[0]) for place in places])
         self.measured: Any = None  # sums over each block, of what the base measures
         self.squares: Any = None  # of squares of the weights
         self.directions: list[Tensor] = []
         self.terms = torch.empty(0)
-
-    def _find_plain(self, index: Mapping[Tensor, int], starts: list[int]) -> None:
-        """Find the layers of one block and of whole parameters, whose norms need no copy."""
-        plain: list[tuple[int, int]] = []  # a parameter's place in the plan, and its block
+        # Layers of one block and of whole parameters, whose norms need no copy: a parameter's place
+        # in the plan, and its block.
+        plain: list[tuple[int, int]] = []
         whole = []
-        for layer, start in zip(self.layers, starts, strict=True):
+        for layer, place in zip(self.layers, places, strict=True):
             layouts = [(p.shape, strides(p)) for p in layer.parameters]
             like = [torch.empty_strided(*layout, device="meta") for layout in layouts]
             parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
             is_whole = layer.blocks == 1 and parts == layouts
-            plain += [(index[p], start) for p in layer.parameters if is_whole and p in index]
+            block = int(place[0])
+            plain += [(index[p], block) for p in layer.parameters if is_whole and p in index]
             whole += [is_whole] * layer.blocks
         self._plain = [place for place, _ in plain]
         blocks = torch.tensor([block for _, block in plain], dtype=torch.long, device="cpu")

@@ -34,7 +34,8 @@ class Rule(ABC):
     scale_free = False  # a scale of the loss changes nothing
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
-    length: Length | None = None  # new gradients are steps' directions, of this length
+    makes_directions = False  # new gradients are directions of steps
+    length: Length | None = None  # which gives these their length
     reads_damping = False  # new gradients go by the damping of their step
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
@@ -43,10 +44,6 @@ class Rule(ABC):
         self.sizes = self.sizes._replace(stored=None if dtype is None else dtype.itemsize)
         # Whether all ranks multiply in bfloat16, as they agreed; None: one process decides alone.
         self.half_products: bool | None = None
-
-    @property
-    def makes_directions(self) -> bool:
-        return self.length is not None
 
     # ---- state ----
 
@@ -283,7 +280,7 @@ class PolarRule(TriangleRule):
 
     sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,), units=True)
     work = Work("roots", 2, lambda shorter: len(products.polynomials_for(shorter)))
-    scale_free = True
+    scale_free = makes_directions = True
     wants_half_products = True
     quality = "residual"
 

@@ -50,7 +50,7 @@ Pairs = list[tuple[Tensor, Tensor | None]]  # parameters, and gradients for the 
 
 
 class BaseStep:
-    """Steps one optimizer, of one kind of base, along K-FAC's directions; it keeps no state."""
+    """Steps one optimizer, of one kind of base, along K-FAC's directions."""
 
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
@@ -65,6 +65,7 @@ class BaseStep:
     def __init__(self, optimizer: KFACMixin) -> None:
         # A strong reference would be a circle, which keeps a model's tensors until Python looks.
         self.optimizer: KFACMixin = weakref.proxy(optimizer)
+        self.stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
 
     def limited(self) -> Pairs:
         """Return gradients that the base limits for all parameters together."""
@@ -144,19 +145,13 @@ class BaseStep:
             *[[*map(id, parts)] for parts in (entries, counts, tensors)],
         ]
 
-    def part_from(self, plan: CompiledPlan) -> None:
-        """Note the parameters that K-FAC stepped before, and the base is to step."""
-        stepped = self.optimizer._stepped
-        plan.leaving = [p for p in stepped if p not in plan.index]
-        stepped.update(plan.parameters)
-
     def let_go(self, plan: CompiledPlan) -> None:
         """Empty the entries of parameters that leave, before the base steps them."""
         for p in plan.leaving:
-            if p.grad is not None and p in self.optimizer._stepped:
+            if p.grad is not None and p in self.stepped:
                 if p in self.optimizer.state:  # it may have left the optimizer, too
                     self.release(self.optimizer.state[p])
-                self.optimizer._stepped.discard(p)
+                self.stepped.discard(p)
                 self.optimizer._published = -1, 0  # the entry lacks K-FAC's part now
 
     def keeps(self, group: Group) -> bool:
@@ -320,9 +315,6 @@ class RawStep(BaseStep):
 
     def adopt(self, plan: CompiledPlan) -> None:
         """Leave the entries to the base."""
-
-    def part_from(self, plan: CompiledPlan) -> None:
-        """Do nothing: the base has stepped all parameters so far."""
 
     def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
         for stack in stacks:

@@ -60,7 +60,6 @@ class KFACMixin(Optimizer):
         self._notices = notices.Notices()
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
-        self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
         step_of_base = bases.step_of(self._base, self.defaults)
@@ -329,10 +328,10 @@ class KFACMixin(Optimizer):
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
             ready, _ = self.preconditioner.groups.stepped()
-            self._stepped &= ready
+            self.base_part.stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
-            self._stepped.discard(p)
+            self.base_part.stepped.discard(p)
         # The load has named refrozen layers; their momenta are where shares keep them.
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
@@ -375,11 +374,13 @@ class KFACMixin(Optimizer):
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
         base = self.base_part
-        self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
+        self.base_part.stepped = {
+            p for p, own in self.state.items() if bases.lacks_second(base, own)
+        }
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
             ready, _ = self.preconditioner.groups.stepped()
-            self._stepped |= ready
+            self.base_part.stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.
         foreign = checkpoint.foreign_moments(self.preconditioner, entries)
