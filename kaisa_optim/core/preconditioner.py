@@ -121,7 +121,7 @@ class Preconditioner:
         self.damping_of: Callable[[Layer], float] = dict[Layer, float]().__getitem__
         # The layers that gather in the next step, None if none may, and those to refresh.
         self.slot: tuple[frozenset[str] | None, frozenset[str]] = None, frozenset()
-        self.until = 0  # the first step after a chosen one that gathers or refreshes anything
+        self.until = 0  # the next step that gathers or refreshes anything
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
@@ -410,10 +410,9 @@ class Preconditioner:
         parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
         gathering = parameters.in_force("factor_update_steps", number)
         refreshing = parameters.in_force("inv_update_steps", number)
-        due = self.schedule.gathers(number, gathering, bool(self.registry.late))
-        self.slot = due, self.schedule.refreshes(number, gathering, refreshing)
         late = bool(self.registry.late)
-        self.until = self.schedule.next_step(number + 1, gathering, refreshing, late)
+        due, refreshed, self.until = self.schedule.at(number, gathering, refreshing, late=late)
+        self.slot = due, refreshed
         if due is None:  # hooks leave at once
             self.capture.arm(None)
             return
