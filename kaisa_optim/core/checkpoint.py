@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import is_real
 from ..comm.ranks import GatherItem
 from ..curvature.group import Specs, specs_of, stack_key
 from ..curvature.lengths import SQUARE_SUM
 from ..curvature.rules import RULES
-from ..errors import invalid_because
+from ..errors import invalid_because, is_real
 from ..layers import Layer
 from ..plan.moves import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .coverage import unwrapped

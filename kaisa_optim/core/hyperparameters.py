@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..capture.hooks import Capture
-from ..checks import check_callable, is_real
 from ..curvature.sums import FactorSums
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, invalid, invalid_because, is_real
 from .options import FIXED, OPTIONS, PER_GROUP, SCHEDULED, SETTABLE, Group, Options, check
 
 Schedule = Callable[[int], Any]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..checks import check_callable, check_flag, is_real, is_whole
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, check_flag, invalid, invalid_because, is_real
 from ..plan.assignment import WorkAssignment, check_fraction, choose
 from ..plan.facts import WIDEST
 
@@ -52,7 +51,7 @@ def _real(fits: Callable[[float], bool], must: str) -> Check:
 
 def _whole(least: int, must: str) -> Check:
     def check(name: str, value: Any) -> int:
-        if not is_whole(value) or value < least:
+        if not is_real(value) or not float(value).is_integer() or value < least:
             raise invalid(name, value, f"it must be {must}")
         return int(value)
 

@@ -10,11 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..capture.witness import Witness
-from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
-from ..errors import invalid_because
+from ..errors import invalid_because, is_real
 from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
 from ..plan.step_plan import PATIENCE, AgreedStep, LayerState

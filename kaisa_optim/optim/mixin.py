@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checks import check_callable
 from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kaisa_optim import KFACSGD, checks
+from kaisa_optim import KFACSGD, errors
 from tests.support.training import network, train
 
 
@@ -17,10 +17,10 @@ def test_callables_that_keep_their_arguments_to_themselves():
 
 
 def test_flags_and_callables_are_named_with_what_they_must_be():
-    assert checks.check_flag("x", False) is False and checks.check_flag("x", None, True) is None
+    assert errors.check_flag("x", False) is False and errors.check_flag("x", None, True) is None
     for none, rest in ((False, "$"), (True, ", or None for what follows from other options$")):
         with pytest.raises(ValueError, match=f"^Invalid x: 1; it must be True or False{rest}"):
-            checks.check_flag("x", 1, none)
-    checks.check_callable("x", lambda a, b=0: a, "step")
+            errors.check_flag("x", 1, none)
+    errors.check_callable("x", lambda a, b=0: a, "step")
     with pytest.raises(ValueError, match=r"it must be a callable of step, such as lambda step: "):
-        checks.check_callable("x", lambda: 0, "step")
+        errors.check_callable("x", lambda: 0, "step")
