@@ -110,7 +110,7 @@ SECTIONS = {
     "Ranks": ("comm",),
     "Assignment": ("plan/assignment",),
     "Plans": ("tools",),
-    "Checkpoints": ("core/checkpoint", "optim/loading"),
+    "Checkpoints": ("optim/checkpoint",),
     "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),
 }  # fmt: skip

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..comm.sharding import is_sharded, local, parts_here, sharded_like
-from ..core import checkpoint
 from ..core.hyperparameters import rate_of
 from ..core.options import Group
 from ..core.plan import CompiledPlan
@@ -32,7 +31,7 @@ from ..curvature.lengths import (
     SGDLength,
 )
 from ..errors import invalid
-from . import lamb
+from . import checkpoint, lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
 
 if TYPE_CHECKING:

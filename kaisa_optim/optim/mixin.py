@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import checkpoint
 from ..core.hyperparameters import refuse_lost_damping
 from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
@@ -21,7 +20,8 @@ from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
-from . import arguments, bases, loading, notices
+from . import arguments, bases, checkpoint, notices
+from . import checkpoint as loading
 from .bases import gradients_of
 
 
