@@ -103,7 +103,7 @@ SECTIONS = {
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
         "core/view",
-        "optim/bases", "optim/notices", "capture/hooks", "capture/forward",
+        "optim/bases", "capture/hooks", "capture/forward",
         "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),

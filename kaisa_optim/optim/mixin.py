@@ -20,7 +20,8 @@ from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import precision
 from ..stages import stage
-from . import arguments, bases, checkpoint, notices
+from . import arguments, bases, checkpoint
+from . import arguments as notices
 from . import checkpoint as loading
 from .bases import gradients_of
 
