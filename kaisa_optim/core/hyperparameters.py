@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..capture.hooks import Capture
 from ..curvature.sums import FactorSums
-from ..errors import check_callable, invalid, invalid_because, is_real
+from ..errors import invalid, invalid_because, is_real
 from .options import FIXED, OPTIONS, PER_GROUP, SCHEDULED, SETTABLE, Group, Options, check
 
 Schedule = Callable[[int], Any]
@@ -24,12 +25,8 @@ _AIMING = *_INTERVALS, "statistics_fraction"  # they change what the next passes
 class Hyperparameters:
     """Values that are checked when they are set; each setting that may change is a property."""
 
-    kl_clip: float | None
-    factor_update_steps: int
-    inv_update_steps: int
-    statistics_fraction: float
-    loss_terms: str | float
-    grad_scaler: Any
+    capture: Capture | None = None  # knows whether labels were drawn for this step
+    is_constant = False  # whether no value comes from a schedule
     _is_built = False
 
     def __init__(
@@ -48,7 +45,6 @@ class Hyperparameters:
         """
         self.options = options
         self.sums = sums
-        self.capture: Capture | None = None  # knows whether labels were drawn for this step
         self._several = several  # ranks compare both intervals before these come into force
         self._aim = aim
         self._values: dict[str, Any] = {}
@@ -57,7 +53,6 @@ class Hyperparameters:
         for name in SETTABLE:
             value = getattr(options, name)
             if name in SCHEDULED and callable(value):
-                check_callable(name, value, "step")
                 self._schedules[name] = value
                 value = value(0)
             self._set(name, value)
@@ -70,6 +65,8 @@ class Hyperparameters:
         if self._is_built:
             refuse_name(self, name, value)
         super().__setattr__(name, value)
+        if name == "capture":  # a new one comes with each change of the groups
+            self.is_constant = not self._schedules and not any(self._group_schedules)
 
     def read(self, groups: list[Group], step: int) -> None:
         """Read the step's values from schedules and from the groups, and check them."""
@@ -131,7 +128,7 @@ class Hyperparameters:
                 raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
-            self.sums.loss_scale = _scale_reader(value)
+            self.sums.loss_scale = None if value is None else partial(_scale_of, value)
         self._values[name] = value
         aim = self._aim() if self._is_built and name in _AIMING else None
         if aim is not None:
@@ -140,14 +137,11 @@ class Hyperparameters:
 
 def _setting(name: str) -> property:
     """Return the property of one option that may change."""
-
-    def read(self: Hyperparameters) -> Any:
-        return self._values[name]
-
-    def write(self: Hyperparameters, value: Any) -> None:
-        self._set(name, value)
-
-    return property(read, write, doc=OPTIONS[name].help)
+    return property(
+        lambda self: self._values[name],
+        lambda self, value: self._set(name, value),
+        doc=OPTIONS[name].help,
+    )
 
 
 for _name in SETTABLE:
@@ -199,21 +193,15 @@ def rate_of(group: Group) -> Any:
     return 1.0 if rate is None else rate
 
 
-def _scale_reader(scaler: Any) -> Callable[[], Tensor | float] | None:
-    """Return a function that reads a loss scale without waiting for the device."""
-    if scaler is None:
-        return None
-    if isinstance(scaler, int | float | Tensor):
-        return lambda: scaler
-
-    def read() -> Tensor | float:
-        if not callable(scaler):
-            scale: Any = getattr(scaler, "_scale", None)
-            return scale if isinstance(scale, Tensor) else scaler.get_scale()
-        scale = scaler()
-        if not is_real(scale) and not isinstance(scale, Tensor):
-            why = f"{scale!r} from its callable; a scale must be a number or a tensor"
-            raise invalid_because("grad_scaler", why)
-        return scale
-
-    return read
+def _scale_of(scaler: Any) -> Tensor | float:
+    """Read a loss scale without waiting for the device."""
+    if isinstance(scaler, Tensor) or is_real(scaler):
+        return scaler
+    if not callable(scaler):
+        scale = getattr(scaler, "_scale", None)
+        return scale if isinstance(scale, Tensor) else scaler.get_scale()
+    scale = scaler()
+    if not is_real(scale) and not isinstance(scale, Tensor):
+        why = f"{scale!r} from its callable; a scale must be a number or a tensor"
+        raise invalid_because("grad_scaler", why)
+    return scale
