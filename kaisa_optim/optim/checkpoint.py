@@ -384,10 +384,9 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
     for p, entry in entries.items():
         problems += _malformed(names.get(p, "a parameter"), entry, layers_of.get(p, []))
     for layer in () if problems else kfac.registry.layers.values():
-        entry, status, _ = _saved(layer, entries)
         before = layer.covers
-        layer.cover(_covers_after(layer, entries))
-        for spec, item in _tensors(kfac, layer) if _fits(kfac, layer, entries) else ():
+        entry, status = _cover_as_saved(kfac, layer, entries)
+        for spec, item in _tensors(kfac, layer) if entry else ():
             _, name = item.key
             tensor = entry.get(name)
             if tensor is not None and tensor.shape != item.shape:
@@ -429,38 +428,36 @@ def _malformed(title: str, entry: dict[str, Tensor], layers: list[Layer]) -> Ite
         yield f"{title}: {key} is unknown"
 
 
-def _covers_after(layer: Layer, entries: Entries) -> tuple[bool, bool]:
-    """Return the covers of a layer once it has these entries: the saved covers, if possible.
+def _cover_as_saved(
+    kfac: Preconditioner, layer: Layer, entries: Entries
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Give a layer the saved covers, if possible; return its entry and its status.
 
-    A wholly frozen layer keeps its factors until it trains again, as in the saved run.
+    Both are empty unless the factors are of the same parameters and the same convention. A wholly
+    frozen layer keeps its factors until it trains again, as in the saved run.
     """
-    _, _, saved = _saved(layer, entries)
+    entry, status, saved = _saved(layer, entries)
     known = all(trained >= covered for trained, covered in zip(layer.trained, saved, strict=True))
-    fits = any(saved) and known and layer.covers_now() in (saved, (False, False))
-    return saved if fits else layer.covers
-
-
-def _fits(kfac: Preconditioner, layer: Layer, entries: Entries) -> bool:
-    """Return whether saved factors are of the same parameters and the same convention."""
-    _, status, saved = _saved(layer, entries)
+    if any(saved) and known and layer.covers_now() in (saved, (False, False)):
+        layer.cover(saved)
     same = status[5:] == [_convention(kfac)]
-    return same and any(saved) and saved == layer.covers
+    return (entry, status) if same and any(saved) and saved == layer.covers else ({}, [])
 
 
 def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     """Continue from loaded tensors; return the names of layers whose factors start anew."""
     registry, anew = kfac.registry, []
     kfac.discard()
-    for layer in registry.layers.values():
-        layer.cover(_covers_after(layer, entries))
-        registry.states[layer.name].reset()
+    fitting = {x: _cover_as_saved(kfac, x, entries) for x in registry.layers.values()}
+    for state in registry.states.values():
+        state.reset()
     kfac.allocate()
     for layer in registry.active:
         state = registry.states[layer.name]
         state.failures = state.refreshes = 0
         state.refreshed = state.before = -1
-        entry, status, _ = _saved(layer, entries)
-        is_complete = fits = _fits(kfac, layer, entries)
+        entry, status = fitting[layer]
+        is_complete = fits = bool(entry)
         for spec, item in _tensors(kfac, layer) if fits else ():
             _, name = item.key
             if item.tensor is not None and name in entry:
