@@ -225,7 +225,7 @@ FAULTS = (
           "core/test_hyperparameters.py -k callable_in_a_group"),
     Fault("a load begins to count steps anew", "optim/checkpoint.py",
           "kfac.resume(max(steps, default=0))", "kfac.resume(0)",
-          "core/test_checkpoint.py -k every_point"),
+          "optim/test_checkpoint.py -k every_point"),
     Fault("factors of another convention are taken over", "optim/checkpoint.py",
           "same = status[5:] == [_convention(kfac)]", "same = True",
           "capture/test_forward_pass.py -k another_convention"),
