@@ -236,9 +236,3 @@ def test_ranks_compare_what_they_must_have_alike():
     assert described["loss_terms"] == 4.0
     assert OPTIONS.keys() - described.keys() == {"damping", "factor_decay", "process_group"}
     assert Options().described()["grad_scaler"] is None
-
-
-def test_one_option_is_checked_alone():
-    assert check("factor_update_steps", 3.0) == 3 and check("damping", 1) == 1.0
-    with pytest.raises(ValueError, match="Invalid kl_clip: <function"):
-        check("kl_clip", lambda step: 0.1)
