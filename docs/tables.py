@@ -99,7 +99,7 @@ SECTIONS = {
         "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
         "core/coverage", "core/placements",
     ),
-    "Options": ("core/options", "core/hyperparameters", "core/registry", "errors"),
+    "Options": ("core/options", "core/registry", "errors"),
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
         "core/view",

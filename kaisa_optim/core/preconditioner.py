@@ -29,8 +29,7 @@ from ..stages import stage, staged
 from . import coverage, reports
 from .coverage import CoverageReport
 from .exchange import Exchange
-from .hyperparameters import Hyperparameters, rate_of, refuse_name
-from .options import SHARED, Options
+from .options import SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
 from .plan import CompiledPlan, Groups, products
 from .registry import Registry

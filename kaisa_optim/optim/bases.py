@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..comm.sharding import is_sharded, local, parts_here, sharded_like
-from ..core.hyperparameters import rate_of
-from ..core.options import Group
+from ..core.options import Group, rate_of
 from ..core.plan import CompiledPlan
 from ..curvature.group import ParameterStack
 from ..curvature.lengths import (

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.hyperparameters import refuse_lost_damping
-from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
+from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options, refuse_lost_damping
 from ..core.preconditioner import Preconditioner
 from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.core.hyperparameters import Hyperparameters
-from kaisa_optim.core.options import OPTIONS, SETTABLE
+from kaisa_optim.core.options import OPTIONS, SETTABLE, Hyperparameters
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.core.view import View
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import math
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACParamScheduler, with_kfac
 from kaisa_optim.linalg import eigen
 from tests.optim.bases import LARS, Descent
+from tests.support.compare_revisions import golden
 from tests.support.ranks import run
 from tests.support.training import (
     EVERY_STEP,
@@ -39,6 +42,7 @@ from tests.support.training import (
     values,
 )
 
+DATA = Path(__file__).parents[1] / "data"
 BASES = {
     "SGD": (KFACSGD, {"lr": 0.05}),
     "momentum": (KFACSGD, {"lr": 0.05, "momentum": 0.9}),
@@ -70,6 +74,10 @@ def quietly_load(opt: Any, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         opt.load_state_dict(state)
+
+
+def test_names_shapes_and_dtypes_of_states_are_a_contract():
+    assert golden() == json.loads((DATA / "golden_state.json").read_text())
 
 
 # ---- continuation ----
