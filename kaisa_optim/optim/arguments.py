@@ -157,26 +157,21 @@ def refuse_step(kfac: Preconditioner) -> None:
 
 
 class Notices:
-    """Warnings that come once for each optimizer, at its steps."""
+    """The warning of much that is left to the base, which comes once for each optimizer."""
 
     def __init__(self) -> None:
-        self._of_uses = False  # whether the warning of poor coverage was given
-        # The layers without calls, the parameters without a layer, and which of all are trained,
-        # when coverage was last looked at.
-        self._looked: Any = None
+        self._is_given = False
+        self._unseen: list[str] = []  # layers without calls, when coverage was last looked at
 
     def look(self, kfac: Preconditioner) -> None:
-        """Warn of much that is left to the base."""
-        if self._of_uses or not kfac.work.exchanges:
+        """Warn if the search for calls of layers has ended, and what is covered is little."""
+        if self._is_given or not kfac.work.exchanges:
             return
-        registry = kfac.registry
-        trained = [p.requires_grad for p in registry.parameters]
-        # Layers of which no call was seen before the search ended
-        states = registry.states.items()
+        states = kfac.registry.states.items()
         unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
-        former, self._looked = self._looked, (unseen, registry.uncovered, trained)
-        if unseen and self._looked != former:
-            text = reports.poor_coverage(reports.coverage(registry))
+        former, self._unseen = self._unseen, unseen
+        if unseen and unseen != former:
+            text = reports.poor_coverage(reports.coverage(kfac.registry))
+            self._is_given = bool(text)
             if text:
-                self._of_uses = True
                 agreement.warn(kfac.ranks, text)

@@ -58,22 +58,20 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     loaded state.
     """
     count, registry, published = kfac.step_count, kfac.registry, kfac.groups.published
-    # The tensors of an earlier layout, which has a step count of its own, go: layers may be gone.
-    known = set()
-    for p, entry in list(state.items()):
-        former = entry.get(STEP) if isinstance(entry, dict) else None
-        if former is not None and former is not count:
-            known.add(p)
-            for key in [k for k in entry if str(k).startswith(PREFIX)]:
-                del entry[key]
-            if not entry:
-                del state[p]
-
     parameters = registry.parameters
-    if only is None:
-        begun = [p for p in parameters if p.grad is not None or state.get(p) or p in known]
-    else:
+    # The tensors of an earlier layout, which has a step count of its own, go: layers may be gone.
+    counts = [(p, x[STEP]) for p, x in state.items() if isinstance(x, dict) and STEP in x]
+    stale = {p for p, former in counts if former is not count}
+    for p in stale:
+        for key in [k for k in state[p] if str(k).startswith(PREFIX)]:
+            del state[p][key]
+        if not state[p]:
+            del state[p]
+    begun: list[Tensor] = []
+    if only is not None:
         begun = [p for p in parameters if p in only]
+    elif stale or len(counts) < len(registry.group_of):  # in most steps, all have the count
+        begun = [p for p in parameters if p.grad is not None or state.get(p) or p in stale]
     # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
     for p in begun:
         state[p][STEP] = count
