@@ -29,7 +29,7 @@ from ..errors import invalid_because
 from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, PassSettings, Scope, Shared, WatchMode
 from ..layers.sampling import WHOLE, Part, Sample
 from ..linalg.moments import unit_of
-from ..linalg.precision import full_precision, without_autocast
+from ..linalg.products import full_precision, without_autocast
 from ..stages import stage
 from .forward_pass import (
     NUMBERS,

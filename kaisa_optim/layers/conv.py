@@ -17,7 +17,7 @@ from ..linalg.moments import (
     symmetric,
     takes_halves,
 )
-from ..linalg.precision import lowered
+from ..linalg.products import lowered
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch. GPUs

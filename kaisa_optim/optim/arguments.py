@@ -165,7 +165,7 @@ class Notices:
 
     def look(self, kfac: Preconditioner) -> None:
         """Warn if the search for calls of layers has ended, and what is covered is little."""
-        if self._is_given or not kfac.work.exchanges:
+        if self._is_given:
             return
         states = kfac.registry.states.items()
         unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]

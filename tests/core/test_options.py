@@ -379,21 +379,6 @@ def test_a_callable_in_a_group():
         assert [g["damping"] for g in opt.param_groups] == [pytest.approx(0.1 * (i + 1)), 0.7]
 
 
-def test_it_is_known_whether_any_value_comes_from_a_schedule():
-    model = network()
-    opt = KFACSGD(model[0].parameters(), lr=0.1, model=model)
-    values = opt.preconditioner.hyperparameters
-    assert values.is_constant
-    group = {"params": [*model[2].parameters()], "damping": lambda step: 0.1}
-    with pytest.raises(ValueError, match="factor_decay"):
-        opt.add_param_group({**group, "factor_decay": 2})
-    assert values.is_constant
-    opt.add_param_group(group)
-    assert not values.is_constant
-    opt = KFACSGD(network(), lr=0.1, inv_update_steps=lambda step: 2)
-    assert not opt.preconditioner.hyperparameters.is_constant
-
-
 @pytest.mark.parametrize("by_schedule", [False, True])
 def test_a_damping_that_rounding_drowns_is_refused_in_later_steps_too(by_schedule):
     model = network(dtype=torch.float32)
