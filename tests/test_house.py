@@ -31,8 +31,8 @@ LARGER = {"Capture", "Layer"}  # classes that still have more attributes, with t
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 
-# Constructors of public optimizers, and a functional form.
-LONG = {"LAMB.__init__", "lamb"}
+# Constructors of public optimizers
+LONG = {"LAMB.__init__"}
 # Words that show that a docstring does not begin with a verb.
 NO_VERBS = {
     *("A", "All", "An", "Any", "As", "At", "By", "Each", "Every", "For", "From", "How", "In", "It"),

@@ -29,8 +29,7 @@ from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
 from ..stages import PREFIX, staged
 from . import coverage, reports
 from .exchange import Exchange
-from .hyperparameters import Hyperparameters, rate_of, refuse_name
-from .options import PER_GROUP, SHARED, Options
+from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
 from .plan import CompiledPlan, Groups, products
 from .registry import Registry

@@ -15,20 +15,18 @@ from torch import Tensor
 from ..capture import fisher
 from ..capture.hooks import Capture
 from ..capture.witness import Witness
-from ..checks import is_real
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
-from ..errors import invalid_because
+from ..errors import invalid_because, is_real
 from ..layers import SCALES, Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
 from ..plan.schedule import Schedule
 from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
-from .hyperparameters import Hyperparameters
-from .options import OPTIONS, Options
+from .options import OPTIONS, Hyperparameters, Options
 from .plan import Groups
 from .registry import Registry, task_of
 

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..checks import is_real
-from ..errors import invalid, invalid_because
+from ..errors import invalid, invalid_because, is_real
 
 
 class Task(NamedTuple):

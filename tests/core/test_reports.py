@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim.core.hyperparameters import Hyperparameters
-from kaisa_optim.core.options import OPTIONS, SETTABLE
+from kaisa_optim.core.options import OPTIONS, SETTABLE, Hyperparameters
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.core.reports import Answers
 from tests.core.test_coverage import UNCOVERED, Mixed, quiet
