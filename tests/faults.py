@@ -156,7 +156,7 @@ FAULTS = (
           "curvature/test_polar.py -k dense_factors"),
     Fault("a failed decomposition overwrites the older state", "curvature/refresh.py",
           "new = torch.where(is_good.view(shape), new, state[there])", "pass",
-          "curvature/test_conformance.py -k older"),
+          "curvature/test_refresh.py -k older"),
     # ---- comm ----
     Fault("of an odd number of ranks one is not added", "comm/ranks.py",
           "rows[:half] += rows[count - half : count]", "rows[:half] += rows[half : 2 * half]",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
+from tests.support.training import early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
@@ -380,6 +381,24 @@ def test_layers_of_one_row_or_column(base, inside, outside):
     wanted = expected(a, g, momentum, 0.1)
     for one in (direction, step):
         assert_close(one / one.norm(), wanted / wanted.norm(), 1e-7)
+
+
+def test_each_layer_has_its_own_damping_from_the_next_refresh_on():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    dampings = zip(model, (0.1, 0.02, 0.5), strict=True)
+    groups = [{"params": layer.parameters(), "damping": damping} for layer, damping in dampings]
+    with early():
+        opt = KFACSGD(groups, lr=0.1, model=model, inv_update_steps=2, staggered=False)
+    for step, times in enumerate((1, 1, 10)):
+        opt.zero_grad()
+        loss_of(model(batches(step))).backward()
+        with stepped_blocks() as found, mock.patch.object(products, "orthogonalized", exactly):
+            opt.step()
+        for i, first in enumerate((0.1, 0.02, 0.5)):
+            (a,), (g,) = opt.preconditioner.factors(str(i))
+            (momentum,), (direction,) = found[str(i)]
+            assert_close(direction, expected(a, g, momentum, times * first), 1e-7)
+            opt.param_groups[i]["damping"] = 10 * first
 
 
 def test_projections_into_an_attention_are_blocks_of_their_own():

@@ -83,6 +83,8 @@ class Parts(nn.Module):
         return x[:, :3]
 
 
+NAMES = {f"parts.{i}" for i in range(5)}
+
 # ---- storage ----
 
 SIZES = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
@@ -443,6 +445,39 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ALWAYS)
+@pytest.mark.parametrize("side", ["a", "g"])
+@pytest.mark.parametrize("widest", [16384, 2])
+def test_a_state_that_fails_is_the_older_one_of_its_layer_alone(kind, side, widest):
+    """Layers of its shape, which are decomposed together, have new states."""
+    models = Parts(), Parts()
+    opts = [KFACSGD(x, lr=0.0, max_factor_size=widest, **ALWAYS[kind]) for x in models]
+    train(models[0], opts[0], [0])
+    train(models[1], opts[1], [0])
+    older = {name: [t.clone() for t in state_of(opts[0], name)] for name in NAMES}
+    kept = {key: t.clone() for key, t in groups.state(opts[0], "parts.1", side).items()}
+    groups.averages(opts[0])["parts.1", side].fill_(math.nan)
+    train(models[0], opts[0], [1])
+    train(models[1], opts[1], [1])
+    assert_same(groups.state(opts[0], "parts.1", side), kept)
+    for name in NAMES - {"parts.1"}:
+        assert_near(state_of(opts[0], name), state_of(opts[1], name), 1e-9, 1e-12)
+        assert not any(map(torch.equal, state_of(opts[0], name), older[name]))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_layers_of_one_shape_have_their_own_dampings(kind):
+    model, dampings = Parts(), (0.1, 0.02, 0.5, 0.3, 0.05)
+    parts = zip(model.parts, dampings, strict=True)
+    params = [{"params": part.parameters(), "damping": damping} for part, damping in parts]
+    opt = KFACSGD(params, lr=1.0, model=model, **ALWAYS[kind])
+    before = values(model)
+    train(model, opt, [0])
+    for i, damping in enumerate(dampings):
+        wanted = expected(opt, f"parts.{i}", kind, damping)
+        assert_near(moved_matrix(before, model, f"parts.{i}"), wanted)
+
+
 def test_a_first_state_that_fails_is_the_identity(method, planted):
     model, opt, *_ = pair_of_runs(method, planted)
     planted.fails = lambda matrices: size_of(matrices) == 7
@@ -611,9 +646,6 @@ def refreshes(
             }
         )
     return seen
-
-
-NAMES = {f"parts.{i}" for i in range(5)}
 
 
 @pytest.mark.parametrize("method", ["eigen", "inverse", "polar"])
