@@ -21,7 +21,7 @@ from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import products
 from tests.support import groups, training
 from tests.support.branches import Branches
-from tests.support.cluster import average, rank, taken_by, weights, world
+from tests.support.cluster import average, rank, share, taken_by, weights, world
 from tests.support.ranks import run
 from tests.support.training import (
     METHODS,
@@ -70,8 +70,8 @@ def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """This rank's part of batch ``i``."""
-    x, y = whole(i, dtype)
-    return x.chunk(world())[rank()], y.chunk(world())[rank()]
+    x, y = share(*whole(i, dtype))
+    return x, y
 
 
 def learn(

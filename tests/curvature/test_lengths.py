@@ -26,6 +26,7 @@ ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 property_test = settings(max_examples=15)
 rates = st.sampled_from([1e-3, 0.03, 0.5, 4.0])
 sizes = st.sampled_from([0.01, 0.3, 1.0, 3.0])  # of weights
+momenta = st.sampled_from([{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}])
 
 
 class Blocks(nn.Module):
@@ -288,12 +289,12 @@ def groups_of(model: nn.Module, rate: float, other: float) -> list[dict[str, Any
 
 @property_test
 @given(rate=rates, share=st.sampled_from([1.0, 0.25, 3.0]), size=sizes, free=st.booleans(),
-       nesterov=st.booleans())  # fmt: skip
-def test_sgds_scale_of_all_blocks(rate, share, size, free, nesterov):
+       how=momenta)  # fmt: skip
+def test_sgds_scale_of_all_blocks(rate, share, size, free, how):
     """Σ lr ‖M‖² / Σ lr ⟨D, M⟩, but no block beyond its own limits; rates of groups weigh."""
     model = Blocks(size)
     groups = groups_of(model, rate, rate * share)
-    opt = KFACSGD(groups, model=model, lr=rate, momentum=0.9, nesterov=nesterov, **ALWAYS)
+    opt = KFACSGD(groups, model=model, lr=rate, **how, **ALWAYS)
     for count in range(3):
         backward(model, count)
         with unlimited() if free else contextlib.nullcontext():
