@@ -216,7 +216,7 @@ FAULTS = (
           "skipped.update((child, pattern) for child in module.modules())",
           "skipped[module] = pattern", "core/test_coverage.py -k skip_layers"),
     Fault("the clip lengthens short steps", "core/plan.py", ".sqrt_().clamp_(max=1)",
-          ".sqrt_()", "optim/test_mixin.py -k small_steps"),
+          ".sqrt_()", "curvature/test_exactness.py -k clip_bounds"),
     Fault("a parameter without a gradient is stepped", "optim/bases.py",
           "moved = places if present is None else [i for i in places if present[i]]",
           "moved = places",

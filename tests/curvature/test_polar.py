@@ -19,19 +19,18 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
-from tests.support.training import early
+from tests.support.training import ANEW, early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
-ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 widths = st.integers(1, 5)
 seeds = st.integers(0, 9999)
 dampings = st.sampled_from([1e-3, 0.01, 0.3])
 property_test = settings(max_examples=15)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "SGD": lambda *given, **how: KFACSGD(*given, lr=0.3, momentum=0.9, **ALWAYS, **how),
-    "Adam": lambda *given, **how: KFACAdam(*given, lr=0.1, **ALWAYS, **how),
+    "SGD": lambda *given, **how: KFACSGD(*given, lr=0.3, momentum=0.9, **ANEW, **how),
+    "Adam": lambda *given, **how: KFACAdam(*given, lr=0.1, **ANEW, **how),
 }
 bases = pytest.mark.parametrize("base", OPTIMIZERS)
 
@@ -107,7 +106,7 @@ def test_directions_of_dense_factors(wide, narrow, n, seed, damping, bias, wides
     """Exactly if singular values become equal, and else as polynomials make them nearly so."""
     torch.manual_seed(seed)
     model = Kinds(wide, narrow, bias).double()
-    opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ALWAYS)
+    opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ANEW)
     known = products.orthogonalized
     with mock.patch.object(products, "orthogonalized", exactly if exact else known):
         for step in range(3):
