@@ -144,7 +144,7 @@ FAULTS = (
           "moved = torch.where(present, moved, older)", "pass",
           "curvature/test_lengths.py -k without_a_gradient"),
     Fault("second moments that begin late count as after one step", "curvature/lengths.py",
-          "moved = torch.where(older > 0, moved, measured * adam.all2)", "pass",
+          "moved = torch.where(older > 0, moved, share.measured * adam.all2)", "pass",
           "curvature/test_lengths.py optim/test_bases.py"),
     Fault("a direction across the momentum is as long as it likes", "curvature/lengths.py",
           "(norms * _LEAST_COSINE)", "(norms * 0)", "curvature/test_lengths.py"),

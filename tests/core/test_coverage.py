@@ -58,6 +58,14 @@ def noisy(model: nn.Module, **options) -> KFACSGD:
         return exact(model, **options)
 
 
+def stepped(net: nn.Module, opt: KFACSGD, x: Tensor) -> tuple[dict[str, Tensor], ...]:
+    """Return raw gradients, and what a step took from the parameters."""
+    opt.zero_grad()
+    loss_of(net(x)).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    return gradients, taken(opt, net)
+
+
 def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
     """Blocks, width of A and width of G; negative where diagonal."""
     return {
@@ -228,9 +236,7 @@ UNCOVERED = ["other.weight", "prelu.weight", "scale"]
 def test_uncovered_parameters_get_their_raw_gradient():
     net = seeded(Mixed)
     opt = noisy(net, kl_clip=1e-8)  # the clip is for covered layers
-    loss_of(net(normal(5, 3))).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
+    gradients, steps = stepped(net, opt, normal(5, 3))
     for name, gradient in gradients.items():
         if name in UNCOVERED:
             assert gradient.abs().max() > 1e-3
@@ -288,10 +294,7 @@ def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
     assert list(opt.preconditioner.layers) == ["1"]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for i in range(3):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4, seed=i))).backward()
-        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-        opt.step()
+        gradients, _ = stepped(net, opt, normal(6, 4, seed=i))
         if cls is KFACSGD and i == 0:
             for name in left:
                 assert_close(net.get_parameter(name), before[name] - 0.1 * gradients[name], 1e-12)
@@ -325,10 +328,8 @@ def test_a_scripted_function_in_a_watched_forward_is_a_use_that_nobody_knows():
     net = nn.Sequential(Scripted(), nn.Linear(4, 40)).double()
     opt = exact(net)
     for i in range(6):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4, seed=i))).backward()
-        gradient = net[0].w.grad.clone()
-        assert_close(taken(opt, net)["0.w"], gradient, 1e-12)
+        gradients, steps = stepped(net, opt, normal(6, 4, seed=i))
+        assert_close(steps["0.w"], gradients["0.w"], 1e-12)
     assert "Scripted uses it in a way" in opt.preconditioner.coverage().left["0.w"].reason
 
 
@@ -373,9 +374,8 @@ def test_shared_bias_leaves_the_weights_covered():
     opt = noisy(net)
     assert sides(opt) == {"0": (1, 3, 3), "2": (1, 3, 3)}
     assert list(opt.preconditioner.uncovered) == ["0.bias"]
-    loss_of(net(normal(5, 3))).backward()
-    gradient = net[0].bias.grad.clone()
-    assert_close(taken(opt, net)["0.bias"], gradient, 1e-12)
+    gradients, steps = stepped(net, opt, normal(5, 3))
+    assert_close(steps["0.bias"], gradients["0.bias"], 1e-12)
 
 
 def test_papers_normalization_covers_what_the_papers_cover():
@@ -423,9 +423,7 @@ def test_skip_layers(patterns, left):
 def test_skipped_layers_get_their_raw_gradient():
     net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
     opt = quiet(net, skip_layers=["0"])
-    loss_of(net(normal(5, 3))).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
+    gradients, steps = stepped(net, opt, normal(5, 3))
     for name in ("0.weight", "0.bias"):
         assert_close(steps[name], gradients[name], 1e-12)
     assert (steps["2.weight"] - gradients["2.weight"]).abs().max() > 1e-3
@@ -602,13 +600,9 @@ def test_weights_that_moved_within_the_model_are_still_its_own():
 def test_weight_norm_and_parametrized_modules(wrap):
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     wrap(net[0])
-    x = normal(6, 4)
-    with pytest.warns(UserWarning, match="raw gradients"):
-        opt = exact(net)
+    opt = noisy(net)
     assert list(opt.preconditioner.layers) == ["2"]
-    loss_of(net(x)).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
+    gradients, steps = stepped(net, opt, normal(6, 4))
     for name, gradient in gradients.items():
         if name.startswith("0."):
             assert_close(steps[name], gradient, 1e-12, name)
@@ -624,10 +618,8 @@ def test_module_parametrized_after_construction():
     parametrizations.orthogonal(net[0])
     with pytest.warns(UserWarning) as caught:
         for _ in range(4):  # until calls around the module have been searched
-            opt.zero_grad()
-            loss_of(net(normal(6, 4))).backward()
-            gradient = net.get_parameter("0.parametrizations.weight.original").grad.clone()
-            steps = taken(opt, net)
+            gradients, steps = stepped(net, opt, normal(6, 4))
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2 and "no statistics" in texts[0] and "original: 20" in texts[1]
-    assert_close(steps["0.parametrizations.weight.original"], gradient, 1e-12)
+    original = "0.parametrizations.weight.original"
+    assert_close(steps[original], gradients[original], 1e-12)
