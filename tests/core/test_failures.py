@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm.ranks import Ranks
-from kaisa_optim.core import exchange, transport
+from kaisa_optim.core import exchange, plan
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import products, roots
 from tests.support.cluster import average, weights
@@ -438,7 +438,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "passing on": (Ranks, "_to_owners"),
     "decomposition": (roots, "inverse_root"),
     "state": (exchange.Exchange, "share_state"),
-    "gradients": (transport.Rows, "exchange"),
+    "gradients": (plan.Rows, "exchange"),
 }
 # And what the other ranks are then waiting for.
 GONE: dict[str, tuple[dict[str, Any], str]] = {
