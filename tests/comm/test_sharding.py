@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 from kaisa_optim import KFACSGD, LAMB
 from kaisa_optim.optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
-from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, taken_by
+from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same
 
@@ -129,11 +129,6 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
 
 
-def share(i: int) -> tuple[Tensor, Tensor]:
-    x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(i))
-    return x, y
-
-
 def optimizer(plan: Plan, model: nn.Module, **options: Any) -> Any:
     cls, base = OPTIMIZERS[plan.optimizer]
     return cls(model, **taken_by({**base, **INTERVALS, **plan.options, **options}))
@@ -148,21 +143,15 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(p) for name, p in model.named_parameters()}
 
 
-def micro_batches(plan: Plan, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(x.chunk(plan.micro), y.chunk(plan.micro), strict=True)
-
-
 def backward(plan: Plan, model: nn.Module, i: int) -> None:
     """The gradient of the joined batch, in whatever way this rank has its part of it."""
-    spread = dist.is_initialized()
-    parts = list(micro_batches(plan, *(share(i) if spread else batch(i))))
-    for k, (x, y) in enumerate(parts):
-        if spread and not plan.sync:
+    parts = zip(*(tensor.chunk(plan.micro) for tensor in share(*batch(i))), strict=True)
+    for k, (x, y) in enumerate(parts, 1):
+        if dist.is_initialized() and not plan.sync:
             for part in plan.parts(model):
-                part.set_requires_gradient_sync(k == len(parts) - 1)
+                part.set_requires_gradient_sync(k == plan.micro)
         (F.mse_loss(model(x).to(y), y) / plan.micro).backward()
-    if spread:
-        average(p for p in model.parameters() if not isinstance(p, DTensor))
+    average(p for p in model.parameters() if not isinstance(p, DTensor))
 
 
 def train_alone(plan: Plan) -> Trained:
@@ -585,8 +574,8 @@ def reads_text(
 def test_parameters_that_are_covered_by_use_are_so_in_shards(experts, registered, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": "polar"})
     each = [run(2, reads_text, plan, shards, experts, registered) for shards in (False, True)]
-    for (expected, whole), (parameters, share) in zip(*each, strict=True):
-        assert share == whole == 1
+    for (expected, whole), (parameters, covered) in zip(*each, strict=True):
+        assert covered == whole == 1
         assert error(parameters, expected) < 1e-9
 
 
@@ -602,7 +591,7 @@ def scales(plan: Plan, spoils: bool) -> tuple[dict[str, Tensor], list[Any], int]
         if i == 2 and not spoils:
             scaler.update(2.0**11)
             continue
-        x, y = share(i)
+        x, y = share(*batch(i))
         opt.zero_grad()
         scaler.scale(F.mse_loss(model(x), y)).backward()
         if i == 2 and mesh_of(plan.mesh).get_local_rank("shards") == 1:
