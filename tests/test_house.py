@@ -16,9 +16,9 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 13_892,
+    "lines of the package": 13_240,
     "functions of the package": 952,
-    "files of the package": 68,
+    "files of the package": 61,
     "lines of tools": 2_185,
     "lines of tests": 31_012,
     "lines of benchmarks": 8_217,

@@ -19,7 +19,7 @@ from ..capture.hooks import Capture
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import averages, rules
-from ..curvature.lengths import BaseNumbers, Length, SGDLength, Share, norms_of
+from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
 from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sampling
@@ -98,8 +98,8 @@ class Preconditioner(Answers):
         # Numbers of the last step; the clip is on its device.
         self.damping_of: Callable[[Layer], float] = dict[Layer, float]().__getitem__
         # The layers that gather in the next step, None if none may, and those to refresh.
-        self.slot: tuple[frozenset[str] | None, frozenset[str]] = None, frozenset()
-        self.until = 0  # the next step that gathers or refreshes anything
+        # And the next step that has such layers.
+        self.slot: tuple[frozenset[str] | None, frozenset[str], int] = None, frozenset(), 0
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
@@ -157,7 +157,7 @@ class Preconditioner(Answers):
         if known is None or len(known) != len(values) or not all(map(operator.is_, known, values)):
             self.hyperparameters.read(groups, self.steps)
         own = self.__dict__  # past __setattr__, which checks what users set
-        own["work"], registry, (due, refreshed) = _NO_WORK, self.registry, self.slot
+        own["work"], registry, (due, refreshed, until) = _NO_WORK, self.registry, self.slot
         facts = base.facts(self.groups.plan)
         if due is not None or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
@@ -199,7 +199,7 @@ class Preconditioner(Answers):
         if self.work.exchanges:
             self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif refreshed or self.steps >= self.until or self.hyperparameters.known is None:
+        elif refreshed or self.steps >= until or self.hyperparameters.known is None:
             self._choose()
         return self.work.exchanges
 
@@ -218,7 +218,7 @@ class Preconditioner(Answers):
         if plan.whole is not None:  # some number goes by all blocks
             terms = [share.terms for share in plan.shares]
             terms += [] if plan.shards is None else plan.shards.terms()
-            if isinstance(length, SGDLength):
+            if length is not None:
                 with label(PREFIX + "length"):
                     scales = length.finish(terms, plan.whole, numbers)
             elif self.kl_clip is not None:
@@ -386,8 +386,8 @@ class Preconditioner(Answers):
         gathering = parameters.in_force("factor_update_steps", number)
         refreshing = parameters.in_force("inv_update_steps", number)
         late = bool(self.registry.late)
-        due, refreshed, self.until = self.schedule.at(number, gathering, refreshing, late=late)
-        self.slot = due, refreshed
+        self.slot = self.schedule.at(number, gathering, refreshing, late=late)
+        due = self.slot[0]
         if due is None:  # hooks leave at once
             self.capture.arm(None)
             return

@@ -110,9 +110,8 @@ class Share:
             block = int(place[0])
             plain += [(index[p], block) for p in layer.parameters if is_whole and p in index]
             whole += [is_whole] * layer.blocks
-        self._plain = [place for place, _ in plain]
         blocks = torch.tensor([block for _, block in plain], dtype=torch.long, device="cpu")
-        self._block_of = sent(blocks, self.like.device)
+        self._plain = [place for place, _ in plain], sent(blocks, self.like.device)
         # For each group, whether its blocks are of such layers.
         self._is_whole: list[bool | Tensor] = []
         for flags in torch.tensor(whole, device="cpu").split(self.sizes):
@@ -125,10 +124,10 @@ class Share:
         ``squares``: of their squares.
         """
         total = self.roots.new_zeros(len(self.roots))
-        if squares and self._plain:
-            chosen = [tensors[i] for i in self._plain]
-            norms = torch.stack(torch._foreach_norm(chosen, 2, dtype=self.like.dtype))
-            total.index_add_(0, self._block_of, norms.square_())
+        plain, block_of = self._plain
+        if squares and plain:
+            norms = torch._foreach_norm([tensors[i] for i in plain], 2, dtype=self.like.dtype)
+            total.index_add_(0, block_of, torch.stack(norms).square_())
         both = zip(self.groups, total.split(self.sizes), self._is_whole, strict=True)
         for group, part, is_whole in both:
             if squares and is_whole is True:
@@ -215,6 +214,10 @@ class Length(ABC):
 
         ``momenta`` are divided by their largest absolute values, ``peaks``.
         """
+
+    def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
+        """Return the scales of the blocks, from the terms of all of them, where there are any."""
+        raise NotImplementedError
 
 
 class AdamSettings(NamedTuple):
@@ -314,7 +317,7 @@ class SGDLength(Length):
         return torch.stack([whole, squares, along, last, limit], 1)
 
     def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
-        """Return the scales of the blocks, from the terms of all of them.
+        """Return one scale for all blocks, but for their limits.
 
         Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
         have the same bits.

@@ -86,8 +86,8 @@ class KFACMixin(Optimizer):
             {"base optimizer": self._base.__name__} if compare else None,
         )
         self.base_part = step_of_base(self)
-        papers = self.preconditioner.rule.length is None
-        self._stepper = bases.RawStep(self) if papers else self.base_part
+        directs = self.preconditioner.rule.makes_directions
+        self._stepper = self.base_part if directs else bases.RawStep(self)
 
     # ---- stepping ----
 
