@@ -17,10 +17,10 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # elsewhere, and the record follows the numbers down.
 SUMS = {
     "lines of the package": 13_240,
-    "functions of the package": 952,
+    "functions of the package": 842,
     "files of the package": 61,
     "lines of tools": 2_185,
-    "lines of tests": 31_012,
+    "lines of tests": 30_400,
     "lines of benchmarks": 8_217,
 }
 ALLOWED = 0.02  # the share by which a change under way may exceed them; 0 when it has landed

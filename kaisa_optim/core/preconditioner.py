@@ -330,7 +330,7 @@ class Preconditioner(Answers):
         number and on facts that were agreed on. Decompositions wait for all sums. If an owner
         decomposed after its first sums, the other ranks would wait for its terms of the next sums.
         """
-        (due, refreshed), registry, states = self.slot, self.registry, self.registry.states
+        (due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
         agreed = AgreedStep() if due is None else self._agree(groups)
         if agreed is None:
             return False
