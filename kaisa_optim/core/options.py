@@ -338,7 +338,6 @@ FIXED = tuple(name for name, option in OPTIONS.items() if option.scope == "const
 # Settings that ranks must have alike in every step.
 SHARED = tuple(name for name in SETTABLE if not OPTIONS[name].own_of_rank)
 _INTERVALS = "factor_update_steps", "inv_update_steps"
-_AIMING = *_INTERVALS, "statistics_fraction"  # they change what the next passes gather
 
 
 def check(name: str, value: Any) -> Any:
@@ -463,18 +462,15 @@ class Hyperparameters:
         options: Options,
         sums: FactorSums,
         group_schedules: list[dict[str, Schedule]],
-        *,
-        several: bool,
         aim: Callable[[], Callable[[], None] | None],
     ) -> None:
         """Take the options' values; ``aim`` is a weak reference to a function without arguments.
 
-        The function is called when a new value changes which layers gather, or which rows. A strong
-        reference would keep a model's tensors until Python looks for circles.
+        The function is called when a new value changes which rows are gathered. A strong reference
+        would keep a model's tensors until Python looks for circles.
         """
         self.options = options
         self.sums = sums
-        self._several = several  # ranks compare both intervals before these come into force
         self._aim = aim
         self._values: dict[str, Any] = {}
         self._schedules: dict[str, Schedule] = {}
@@ -485,7 +481,7 @@ class Hyperparameters:
                 self._schedules[name] = value
                 value = value(0)
             self._set(name, value)
-        self._in_force: dict[str, int] = {}
+        self.in_force: dict[str, int] = {}  # both intervals
         # The groups' values in the last step, which need no check; None: some follow a schedule.
         self.known: list[Any] | None = None
         self.take_intervals(0)
@@ -521,18 +517,12 @@ class Hyperparameters:
         return self._values[name] if schedule is None else check(name, schedule(step))
 
     def take_intervals(self, step: int) -> None:
-        """Put both intervals into force; several ranks have compared them before."""
-        if self._several:
-            self._in_force.update({name: self.upcoming(name, step) for name in _INTERVALS})
-
-    def in_force(self, name: str, step: int) -> int:
-        """Return the interval that decides when ranks exchange anything."""
-        return self._in_force[name] if self._several else self.upcoming(name, step)
+        """Put both intervals into force: they change in exchanges, where ranks compare them."""
+        self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
 
     def scheduled_intervals(self, step: int) -> dict[str, int]:
         """Return the values of scheduled intervals in the next step, for ranks to compare."""
-        # One rank needs no values of a step that may never come.
-        names = [name for name in _INTERVALS if self._several and name in self._schedules]
+        names = [name for name in _INTERVALS if name in self._schedules]
         return {f"{name} of the next step": self.upcoming(name, step) for name in names}
 
     def current_options(self) -> Options:
@@ -558,7 +548,7 @@ class Hyperparameters:
         elif name == "grad_scaler":
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
         self._values[name] = value
-        aim = self._aim() if self._is_built and name in _AIMING else None
+        aim = self._aim() if self._is_built and name == "statistics_fraction" else None
         if aim is not None:
             aim()
 

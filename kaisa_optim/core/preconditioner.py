@@ -88,7 +88,7 @@ class Preconditioner(Answers):
             units=rule.scale_free,
         )
         self.hyperparameters = Hyperparameters(
-            options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
+            options, self.sums, group_schedules, aim=weakref.WeakMethod(self._aim)
         )
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options)
@@ -199,7 +199,7 @@ class Preconditioner(Answers):
         if self.work.exchanges:
             self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif refreshed or self.steps >= until or self.hyperparameters.known is None:
+        elif refreshed or self.steps >= until:
             self._choose()
         return self.work.exchanges
 
@@ -274,7 +274,7 @@ class Preconditioner(Answers):
         self.exchange.refresher.forget_answers(self.groups.of, told)
         if told:  # a layer that begins anew leaves the plan
             self.groups.facts = None
-        interval = self.hyperparameters.in_force("factor_update_steps", self.steps)
+        interval = self.hyperparameters.in_force["factor_update_steps"]
         slots = self.schedule.gathering_slots(interval)
         if self.status.is_silent(agreed, len(slots)):
             if all(float(rate_of(group)) == 0 for group in groups):
@@ -365,9 +365,6 @@ class Preconditioner(Answers):
             state.refreshes += 1
             state.before, state.refreshed = state.refreshed, work.number
 
-    def _interval(self, name: str) -> int:
-        return self.hyperparameters.in_force(name, self.steps)
-
     def _aim(self) -> None:
         """Note which layers are late, and tell capture where to look for their calls.
 
@@ -383,8 +380,7 @@ class Preconditioner(Answers):
     def _choose(self) -> None:
         """Look up the next step's slot; tell capture which layers gather in it, and which rows."""
         parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
-        gathering = parameters.in_force("factor_update_steps", number)
-        refreshing = parameters.in_force("inv_update_steps", number)
+        gathering, refreshing = parameters.in_force.values()
         late = bool(self.registry.late)
         self.slot = self.schedule.at(number, gathering, refreshing, late=late)
         due = self.slot[0]

@@ -19,8 +19,6 @@ from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import products
 from . import arguments, bases, checkpoint
-from . import arguments as notices
-from . import checkpoint as loading
 from .bases import gradients_of
 
 
@@ -42,7 +40,7 @@ class KFACMixin(Optimizer):
         ``model``, and K-FAC's options by keyword.
         """
         title, base = type(self).__name__, self._base
-        notices.refuse_zero_redundancy(title)
+        arguments.refuse_zero_redundancy(title)
         known = inspect.signature(super().__init__).parameters
         theirs, ours = arguments.separate(title, base, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
@@ -56,7 +54,7 @@ class KFACMixin(Optimizer):
         self._start()
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
-        self._notices = notices.Notices()
+        self._notices = arguments.Notices()
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
@@ -67,7 +65,7 @@ class KFACMixin(Optimizer):
                 raise invalid_because(
                     "differentiable", "True; a K-FAC step can't be differentiated, leave it False"
                 )
-        notices.missing_process_group(self._kfac_process_group)
+        arguments.missing_process_group(self._kfac_process_group)
         # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
         # and skip instead.
         self._step_supports_amp_scaling = False
@@ -108,7 +106,7 @@ class KFACMixin(Optimizer):
         joined = distributed.is_available() and distributed.is_initialized()
         graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if (joined and kfac.ranks.group is None) or graphs:
-            notices.refuse_step(kfac)
+            arguments.refuse_step(kfac)
         # Some users call step() under autocast, which is for the model's passes.
         autocast = torch._C._is_any_autocast_enabled()
         with products.without_autocast(self.device.type) if autocast else nullcontext():
@@ -243,7 +241,7 @@ class KFACMixin(Optimizer):
         consolidation.
         """
         if self._consolidated is None:
-            loading.warn_of_share(self)
+            checkpoint.warn_of_share(self)
         # Run before the user's own hooks, so that they see the whole state.
         handle = self.register_state_dict_post_hook(_complete, prepend=True)
         try:
@@ -291,7 +289,7 @@ class KFACMixin(Optimizer):
                 "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
                 "all ranks first, and base_state_dict() on that rank"
             )
-        return loading.of_base(self, self.state_dict())
+        return checkpoint.of_base(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of its base class alone.
@@ -299,7 +297,7 @@ class KFACMixin(Optimizer):
         On several ranks, all must load a state. If one rank refuses its state, and goes on beside
         ranks that have loaded a state, all ranks raise the error in the next step.
         """
-        load = loading.Load(self)
+        load = checkpoint.Load(self)
         # Run after the user's own hooks, which may change the state, and for this call only.
         handle = self.register_load_state_dict_pre_hook(load.separate)
         self._loaded = load
@@ -334,7 +332,7 @@ class KFACMixin(Optimizer):
         # The load has named refrozen layers; their momenta are where shares keep them.
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
-            loading.warn_of_uneven(self.preconditioner, lost)
+            checkpoint.warn_of_uneven(self.preconditioner, lost)
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_process_group is not None:
@@ -353,7 +351,7 @@ class KFACMixin(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
-            loading.set_base_state(self, state, super().__setstate__)
+            checkpoint.set_base_state(self, state, super().__setstate__)
             if "preconditioner" in self.__dict__:
                 entries = self._loaded.entries if "_loaded" in self.__dict__ else {}
                 restored = self._resume(entries)
@@ -361,7 +359,7 @@ class KFACMixin(Optimizer):
                     self._loaded.anew = restored
             return
         state = dict(state)
-        entries = loading.take_entries(state["state"])
+        entries = checkpoint.take_entries(state["state"])
         super().__setstate__(state)
         self._kfac_process_group = None
         known = [p for group in self.param_groups for p in group["params"]]
