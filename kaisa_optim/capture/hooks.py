@@ -15,7 +15,7 @@ import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +23,25 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import _get_current_function_mode
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
-from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, PassSettings, Scope, Shared, WatchMode
-from ..layers.sampling import WHOLE, Part, Sample
+from ..layers import (
+    COUNT,
+    GATHER,
+    LEAVE,
+    WHOLE,
+    Layer,
+    Moments,
+    Part,
+    PassSettings,
+    Sample,
+    Scope,
+    Shared,
+    WatchMode,
+)
+from ..layers.watch import running_calls
 from ..linalg.moments import unit_of
 from ..linalg.precision import full_precision, without_autocast
 from ..stages import stage
@@ -36,11 +50,12 @@ from .forward_pass import (
     ForwardPass,
     ForwardPasses,
     accumulates_into,
+    batch_of,
     first_tensor,
     graph_task,
     is_checkpointed,
     is_transformed,
-    running_calls,
+    sequence_nr,
     top_hooks,
 )
 from .witness import FirstError, Witness
@@ -89,11 +104,6 @@ class Call(PassSettings):
 
     The forward decides what is gathered: the task of the layer may be another one by then.
     """
-
-    __slots__ = (
-        *("anchor", "capture", "covers", "drawn", "forward_pass"),
-        *("layer", "moments", "outer", "own", "task"),
-    )
 
     def __init__(
         self,
@@ -169,13 +179,9 @@ class _OutputHook(_Hook):
         # A checkpoint may run, under which outputs are tapped for their number alone. Without the
         # model around it, a layer looks itself whether it was frozen or unfrozen.
         leaves = layer.task == LEAVE and top_hooks is not None and top_hooks(False) is None
-        if leaves and (self.passes.calls or _flags([layer]) == layer.flags):
+        if leaves and (self.passes.calls or layer.covers_now() == layer.covers):
             return None
         return super().__call__(*args)
-
-
-def _flags(layers: Iterable[Layer]) -> list[bool]:
-    return [*map(_requires_grad, [p for layer in layers for p in layer.trainable])]
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
@@ -218,7 +224,9 @@ class Capture:
         self.errors = FirstError(holds=keep_errors)
         self.witness = Witness(layers, self.errors)
         self.is_armed = self.gathers = False  # whether layers may gather, and whether any does
-        self.arm(())
+        self.wanted: frozenset[Layer] = frozenset()
+        self._missing: Collection[Layer] = ()
+        self.sample: Sample | None = None
         self.was_paused = False  # since the last reset
         self.backwards = 0  # calls since the last reset that a pass reached and trained
         self.draws = 0  # calls of fisher.draw since the last reset
@@ -230,13 +238,17 @@ class Capture:
         self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
         self._looked: int | None = None  # the backward pass that last looked for all gradients
         self._passes = ForwardPasses()
+        # The function modes that run modules' forwards, the innermost last; None: no mode.
+        self._modes: list[Any] = []
         # Autograd runs the backward pass of each GPU in a thread of its own.
         self._lock = threading.Lock()
         self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
         self._waiting = waiting_gradients(model) if self.sharded else {}
         self.shared = Shared()
         for layer in layers:
-            layer.shared = self.shared
+            layer.shared, layer.task = self.shared, LEAVE
+        self._trainable = [p for layer in layers for p in layer.trainable]
+        self._requiring: list[bool] = []  # which of them required gradients when layers were armed
         # Layers whose uses are looked for in the passes of the next step that gathers, whether a
         # pass since the last reset was searched, and the modules in which uses were found.
         self.sought = {layer for layer in layers if not layer.intercepts()}
@@ -286,15 +298,13 @@ class Capture:
         ``gathering`` gather by their slot; None: nothing gathers. ``missing`` have no average: they
         gather if they train. ``sample`` are the rows that are read; None: all rows.
         """
-        if gathering is None and not (self.is_armed and self.gathers):
-            self.is_armed = False  # the fields are as they are to be
-            return
         self.is_armed = gathering is not None
+        if not (self.is_armed or self.gathers):
+            return  # the fields are as they are to be
         self.wanted, self._missing, self.sample = frozenset(gathering or ()), missing, sample
-        self._requiring = _flags(self._layers)
+        self._requiring = [*map(_requires_grad, self._trainable)]
         # A layer that was frozen or unfrozen since gathers anew.
-        changed = [x for x in self._layers if [*map(_requires_grad, x.trainable)] != x.flags]
-        changed = changed if self.is_armed else []
+        changed = [x for x in self._layers if x.covers_now() != x.covers] if self.is_armed else []
         trains = [x for x in (*missing, *changed) if any(x.covers_now())]
         due = self.wanted.union(trains)
         self.gathers = bool(due)
@@ -305,7 +315,7 @@ class Capture:
 
     def _follow_changes(self) -> None:
         """Arm anew if a parameter was frozen or unfrozen since."""
-        if self.is_armed and _flags(self._layers) != self._requiring:
+        if self.is_armed and [*map(_requires_grad, self._trainable)] != self._requiring:
             self.arm(self.wanted, self._missing, self.sample)
 
     def compared(self) -> bool:
@@ -318,16 +328,22 @@ class Capture:
         return bool(self.witness.unnamed)
 
     def reset(self) -> None:
-        """Start anew after a step, which has consumed the statistics."""
-        self.break_off()
-        self._passes.close_loose()
+        """Start anew after a step, which has consumed the statistics.
+
+        After a quiet step, which must stay cheap, no other function is called.
+        """
+        passes = self._passes
+        if passes.calls or self._modes or self.shared:
+            self.break_off()
+        if passes.loose is not None:
+            passes.close_loose()
         self.backwards = self.draws = 0
         self.tapped = self.ran = False
         self.errors.error = None
         if self._searched:  # the search ends with the step whose passes were searched
             self._searched = False
             self.sought.clear()
-        self.was_paused = self._passes.paused > 0
+        self.was_paused = passes.paused > 0
 
     def resume(self, former: Capture) -> None:
         """Go on in a step that another capture has begun; other layers may train by now."""
@@ -340,9 +356,19 @@ class Capture:
         _remove(self.witness.handles)
 
     def break_off(self) -> None:
-        """Leave calls of modules that were interrupted, and forget the last input's moment."""
-        self._passes.break_off()
+        """Leave calls of modules that were interrupted, and forget the last input's moment.
+
+        After an interrupt, as by Ctrl-C, torch runs no hook that ends a call.
+        """
         self.shared.clear()
+        self._passes.calls.clear()
+        while self._modes:
+            mode = self._modes[-1]
+            if mode is not None:
+                if mode is not _get_current_function_mode():
+                    break  # another mode is above this one, and has to end first
+                mode.__exit__(None, None, None)
+            self._modes.pop()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -359,7 +385,11 @@ class Capture:
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_data_parallel(module)
         trains = torch.is_grad_enabled() and not is_transformed()
-        self._passes.starts(args, kwargs, counts=trains)
+        calls = self._passes.calls
+        forward_pass = calls[-1] if calls else None
+        if forward_pass is None and trains:
+            forward_pass = self._passes.begin(batch_of(args, kwargs))
+        calls.append(forward_pass)
         self._follow_changes()
         self.ran |= trains
         searches = bool(self.sought) and trains and self.gathers
@@ -368,7 +398,10 @@ class Capture:
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit(module, args, output)
-        self._passes.ends()
+        calls = self._passes.calls
+        forward_pass = calls.pop() if calls else None
+        if forward_pass is not None and forward_pass not in calls:
+            forward_pass.end = sequence_nr()
         for layer, around in self._noted:
             self._watch_at(layer, around)
         self._noted.clear()
@@ -386,10 +419,10 @@ class Capture:
         mode = layers[0].interceptor(layers, self._tap) if self._sees(layers) else None
         if mode is not None:
             mode.__enter__()
-        self._passes.modes.append(mode)
+        self._modes.append(mode)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = self._passes.modes.pop() if self._passes.modes else None
+        mode = self._modes.pop() if self._modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
@@ -399,10 +432,10 @@ class Capture:
         """Run the module whose call begins under the mode, if it has a scope."""
         mode: WatchMode | None = None
         if scope is not None:
-            mode = next((m for m in self._passes.modes if isinstance(m, WatchMode)), None)
+            mode = next((m for m in self._modes if isinstance(m, WatchMode)), None)
             mode = mode or WatchMode(self)
             mode.begin(scope)
-        self._passes.modes.append(mode)
+        self._modes.append(mode)
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
@@ -536,8 +569,7 @@ class Capture:
                     return
                 moments = call.moments
                 if drawing is not None:
-                    known_a = None if moments is None else moments.a
-                    drawing[call] = layer.moments(x, grad, covers, call, known_a)
+                    drawing[call] = layer.moments(x, grad, covers, call)
                     return
                 if not call.drawn:
                     # Float32 has the squares of all float16 numbers; a division would lose some.

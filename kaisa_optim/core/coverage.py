@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from ..capture.hooks import refuse_data_parallel
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
-from ..layers import Layer, check_sizes, declared, inherited_kind, kind_of
+from ..layers import Layer, check_sizes, declared, kind_of
 from ..plan.facts import widest
 from .ties import Candidates, tie
 
@@ -147,7 +147,7 @@ def cover(
 
 def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
     """Return layers for a module's parameters; their use will be watched."""
-    kind = inherited_kind(module)
+    kind = kind_of(module, overridden=True)
     layers: list[Layer] = []
     if kind is None:
         layers, why = declared(name, module)
@@ -299,7 +299,7 @@ class Homes:
 
 def _why_not(module: nn.Module, kind: type[Layer] | None) -> str | None:
     title = type(module).__name__
-    if kind is None and inherited_kind(module) is not None:
+    if kind is None and kind_of(module, overridden=True) is not None:
         return f"{title} overrides a covered forward"
     if kind is None and next(module.children(), None) is not None:
         return f"a parameter of {title}'s own, outside of any layer"

@@ -94,6 +94,5 @@ class Placements:
 def task_of(layer: Layer) -> Task:
     """Return a layer's task by its trained parameters, also while they are frozen."""
     trained = layer.trained
-    a, g = layer.a_dim_of(trained), layer.g_dim_of(trained)
-    diagonal = layer.has_diagonal_a(trained), layer.has_diagonal_g(trained)
-    return Task(layer.name, a, g, *diagonal, layer.blocks)
+    (a, diagonal_a), (g, diagonal_g) = layer.size_of("a", trained), layer.size_of("g", trained)
+    return Task(layer.name, a, g, diagonal_a, diagonal_g, layer.blocks)

@@ -170,10 +170,8 @@ class Registry:
         """
         changed = []
         for layer in self.layers.values():
-            covers = gathered.get(layer)
-            if covers is None and [*map(_requires_grad, layer.trainable)] != layer.flags:
-                covers = layer.covers_now()
-            if covers is not None and any(covers) and covers != layer.covers:
+            covers = gathered.get(layer) or layer.covers_now()
+            if any(covers) and covers != layer.covers:
                 logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
                 layer.cover(covers)
                 changed.append(layer)

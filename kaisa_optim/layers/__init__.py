@@ -1,22 +1,24 @@
 """Layer kinds, one file a kind."""
 
-from . import attention, conv, embedding, linear  # noqa: F401 (each registers its kinds)
+from . import attention, conv  # noqa: F401 (each registers its kinds)
 from .base import (
     COMPARE,
     COUNT,
     GATHER,
     LEAVE,
+    WHOLE,
     Layer,
     Moments,
+    Part,
     PassSettings,
+    Sample,
     Shared,
     check_sizes,
-    inherited_kind,
     kind_of,
     register_layer,
+    sample_of,
 )
-from .embedding import EmbeddingLayer
-from .linear import Conv1DLayer, LinearLayer
+from .kinds import Conv1DLayer, EmbeddingLayer, LinearLayer
 from .parameters import SCALES, MatrixLayer, declared
 from .watch import Scope, WatchMode
 
@@ -26,19 +28,22 @@ __all__ = [
     "GATHER",
     "LEAVE",
     "SCALES",
+    "WHOLE",
     "Conv1DLayer",
     "EmbeddingLayer",
     "Layer",
     "LinearLayer",
     "MatrixLayer",
     "Moments",
+    "Part",
     "PassSettings",
+    "Sample",
     "Scope",
     "Shared",
     "WatchMode",
     "check_sizes",
     "declared",
-    "inherited_kind",
     "kind_of",
     "register_layer",
+    "sample_of",
 ]

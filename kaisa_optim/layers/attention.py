@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from .base import Layer, Tap, register_layer
 
 
+@register_layer(nn.MultiheadAttention)
 class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
@@ -57,11 +58,6 @@ class ProjectionLayer(Layer):
 
     def bias_view(self, tensor: Tensor) -> Tensor:
         return tensor[self.at : self.at + self.bias_rows].unflatten(0, (self.blocks, self.outputs))
-
-
-@register_layer(nn.MultiheadAttention)
-class AttentionLayers(ProjectionLayer):
-    """The register's entry: makes the projections and taps them."""
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .base import Layer
-from .linear import SequenceRows
+from .kinds import SequenceRows
 
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {

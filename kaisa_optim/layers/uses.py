@@ -11,12 +11,12 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..linalg.moments import second_moment
 from .base import Layer, Moments, PassSettings
-from .embedding import EmbeddingLayer
-from .linear import SequenceRows
+from .kinds import EmbeddingLayer, SequenceRows
 
 
 class Use(Layer):
@@ -40,20 +40,12 @@ class Use(Layer):
     def primary(self) -> Layer:
         return self._primary
 
-    @property
-    def adds_bias(self) -> bool:
-        return not self.crossed
-
-    def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
-        return self._is_diagonal("g" if self.crossed else "a", covers)
-
-    def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
-        return self._is_diagonal("a" if self.crossed else "g", covers)
-
-    def _is_diagonal(self, side: str, covers: tuple[bool, bool]) -> bool:
-        of = self._primary
-        covers = covers[0], of.covers_now()[1]  # a call without the bias is as wide
-        return of.has_diagonal_a(covers) if side == "a" else of.has_diagonal_g(covers)
+    def size_of(self, side: str, covers: tuple[bool, bool] | None = None) -> tuple[int, bool]:
+        size, _ = super().size_of(side, covers)
+        weight, _ = self.covers if covers is None else covers
+        # A call without the bias is as wide as the primary, whose other side a crossed call meets.
+        side = "ga"[side == "g"] if self.crossed else side
+        return size, self._primary.size_of(side, (weight, self._primary.covers_now()[1]))[1]
 
 
 class ProductUse(SequenceRows, Use):
@@ -63,34 +55,25 @@ class ProductUse(SequenceRows, Use):
     call of its own adds the bias.
     """
 
-    biased = False  # the call adds the bias
+    biased = False
     first: int | None = None  # the first output that the call gives; None: all outputs
-
-    @property
-    def adds_bias(self) -> bool:
-        return not self.crossed and (self.biased or self._primary.bias_apart)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         rows = super().output_rows(x, grad)
         if self.first is None:
             return rows
         behind = self.outputs - self.first - rows.shape[-1]
-        return torch.nn.functional.pad(rows, (self.first, behind))
+        return F.pad(rows, (self.first, behind))
 
     def moments(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        how: PassSettings,
-        known_a: Tensor | None = None,
+        self, x: Tensor | None, grad: Tensor, covers: tuple[bool, bool], how: PassSettings
     ) -> Moments:
         bare = covers[0], covers[1] and self.adds_bias
-        moments = super().moments(x, grad, bare, how, known_a)
-        if bare == covers or not (self.crossed or known_a is None):
+        moments = super().moments(x, grad, bare, how)
+        if bare == covers:
             return moments
         moment = moments.g if self.crossed else moments.a  # the primary's A
-        wider = torch.nn.functional.pad(moment, (0, 1) if moment.dim() == 2 else (0, 1, 0, 1))
+        wider = F.pad(moment, (0, 1) if moment.dim() == 2 else (0, 1, 0, 1))
         return moments._replace(g=wider) if self.crossed else moments._replace(a=wider)
 
 
@@ -142,26 +125,20 @@ class GroupedUse(ProductUse):
         return rows[: ends[-1]].split(counts)
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        both = zip(self._groups(grad), self._groups(x), strict=True)
-        return torch.stack([(g.mT @ a).float() for g, a in both])
+        groups = zip(self._groups(grad), self._groups(x), strict=True)
+        return torch.stack([(g.mT @ a).float() for g, a in groups])
 
     def moments(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        how: PassSettings,
-        known_a: Tensor | None = None,
+        self, x: Tensor | None, grad: Tensor, covers: tuple[bool, bool], how: PassSettings
     ) -> Moments:
         assert x is not None
-        grads = self._groups(grad)
-        diagonal = self.has_diagonal_a(covers), self.has_diagonal_g(covers)
-        g = [second_moment(rows[None], how.dtype, diagonal=diagonal[1]) for rows in grads]
-        a = [] if known_a is not None else self._groups(x)
-        moments = [second_moment(rows[None], how.dtype, diagonal=diagonal[0]) for rows in a]
-        moment_a = torch.cat(moments) if known_a is None else known_a
-        counts = [rows.shape[0] for rows in grads]
-        return Moments(moment_a, torch.cat(g), sum(counts), 1, how.blocks, rows_of_block=counts)
+        moments = []
+        for side, groups in (("a", self._groups(x)), ("g", self._groups(grad))):
+            _, diagonal = self.size_of(side, covers)
+            made = [second_moment(rows[None], how.dtype, diagonal=diagonal) for rows in groups]
+            moments.append(torch.cat(made))
+        (a, g), counts = moments, [rows.shape[0] for rows in groups]
+        return Moments(a, g, sum(counts), 1, how.blocks, rows_of_block=counts)
 
 
 class TableUse(Use, EmbeddingLayer):
@@ -176,18 +153,3 @@ class TableUse(Use, EmbeddingLayer):
     def _tokens(self, x: Tensor) -> Tensor:
         # table[-1] is the last row; index_add_ and one_hot refuse a negative index.
         return super()._tokens(x).remainder(self.inputs)
-
-    def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        moment = super().input_moment(
-            x, grad, reduce=reduce, diagonal=True, append_one=append_one, dtype=dtype
-        )
-        return moment if diagonal else torch.diag_embed(moment)

@@ -8,10 +8,11 @@ costs the same for many watched parameters as for one.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +20,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses
+from .base import Layer, Tap
 from .conv import ConvLayer
-
-if TYPE_CHECKING:
-    from .base import Layer, Tap
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Watcher = Callable[["WatchMode", Any, Args, Kwargs], Any]
 _ALL = slice(None)
 
 
@@ -49,7 +49,7 @@ class Scope:
     ) -> None:
         self.layers = frozenset(layers)
         self.tap, self.note = tap, note
-        self.checkpoints = running_checkpoints()
+        self.checkpoints = _checkpoints()
         # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
         self.known: dict[int, tuple[Tensor, Layer]] = {
             id(p): (p, layer)
@@ -87,10 +87,9 @@ class WatchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        watch = WATCHED.get(func)
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch(self, func, args, kwargs or {})
+        kwargs = kwargs or {}
+        out, watch = func(*args, **kwargs), WATCHED.get(func)
+        return out if watch is None else watch(self, out, args, kwargs)
 
     def find(self, value: Any) -> Found | None:
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
@@ -99,7 +98,7 @@ class WatchMode(TorchFunctionMode):
         found = self.known(value)
         if found is None or not self._around.takes(found.layer):
             return None
-        if running_checkpoints() == found.scope.checkpoints:
+        if _checkpoints() == found.scope.checkpoints:
             return found
         found.scope.note(found.layer)
         return None
@@ -220,14 +219,25 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
     return None
 
 
-def running_checkpoints() -> int:
-    """Return how many calls of torch.utils.checkpoint's functions run."""
+def _running(module: str) -> Iterator[FrameType]:
+    """Yield the frames in which a module's functions run, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
-    count = 0
     while frame is not None:
-        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        if frame.f_globals.get("__name__") == module:
+            yield frame
         frame = frame.f_back
-    return count
+
+
+def running_calls() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the calls of modules, from the innermost outwards."""
+    for frame in _running("torch.nn.modules.module"):
+        if frame.f_code.co_name == "_call_impl":
+            yield frame.f_locals
+
+
+def _checkpoints() -> int:
+    """Return how many calls of torch.utils.checkpoint's functions run."""
+    return len([*_running("torch.utils.checkpoint")])
 
 
 def _trains(view: Tensor, base: Any) -> bool:
@@ -245,15 +255,13 @@ def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = Non
 # ---- calls ----
 
 
-def _linear(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _linear(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
     bias = _argument(args, kwargs, 2, "bias")
     return _biased_product(mode, out, x, weight, bias, input_dim=1)
 
 
-def _addmm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _addmm(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or kwargs:
         return out
     return _biased_product(mode, out, args[1], args[2], args[0], input_dim=0)
@@ -275,8 +283,7 @@ def _biased_product(
     return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
 
 
-def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2:
         return out
     left, right = args[0], args[1]
@@ -291,48 +298,34 @@ def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
-def _grouped(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight, ends = args[0], _argument(args, kwargs, 1, "mat_b"), kwargs.get("offs")
     found = mode.find(weight)
     if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
         return out
 
-    def kind(layer: Layer, *, crossed: bool) -> uses.GroupedUse:
-        return uses.GroupedUse(layer, ends, crossed=crossed)
-
-    return mode.product(found, out, x, kind, 0)
+    return mode.product(found, out, x, functools.partial(uses.GroupedUse, ends=ends), 0)
 
 
-def _einsum(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _einsum(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Watch equations of rows times a matrix, such as ``"bi,oi->bo"``."""
+    equation = args[0]
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    if not isinstance(args[0], str) or len(operands) != 2:
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return out
+    terms, result = equation.replace(" ", "").split("->")
     for i, weight in enumerate(operands):
-        found = mode.find(weight)
-        terms = _matrix_terms(args[0], 1 - i, i) if found is not None else None
-        if found is not None and terms is not None and weight.dim() == 2:
-            return mode.product(found, out, operands[1 - i], uses.ProductUse, terms)
+        found, of_weight, of_x = mode.find(weight), terms.split(",")[i], terms.split(",")[1 - i]
+        ends = {of_x[-1:], result[-1:]}
+        is_matrix = found is not None and weight.dim() == 2 and "." not in of_weight
+        fits = of_x[:-1] == result[:-1] and len(ends) == 2 and ends == {*of_weight}
+        if found is not None and is_matrix and fits:
+            input_dim = of_weight.index(of_x[-1])
+            return mode.product(found, out, operands[1 - i], uses.ProductUse, input_dim)
     return out
 
 
-def _matrix_terms(equation: str, x: int, weight: int) -> int | None:
-    """Return which dimension of a matrix meets the input in an equation of rows times matrix."""
-    sides = equation.replace(" ", "").split("->")
-    if len(sides) != 2:
-        return None
-    terms, result = sides[0].split(","), sides[1]
-    of_x, of_weight = terms[x], terms[weight]
-    if len(of_weight) != 2 or "." in of_weight or of_x[:-1] != result[:-1]:
-        return None
-    if {of_x[-1], result[-1]} != set(of_weight) or len(set(of_weight)) != 2:
-        return None
-    return of_weight.index(of_x[-1])
-
-
-def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _embedding(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     names = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
     if found is None or any(_argument(args, kwargs, at, name) for at, name in names):
@@ -343,9 +336,8 @@ def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.rows(found, out, _argument(args, kwargs, 0, "input"), padding)
 
 
-def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _picked(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     """Watch ``table[indices]`` and index_select along rows."""
-    out = func(*args, **kwargs)
     found, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
     plain = isinstance(last, Tensor) and last.dtype in (torch.int32, torch.int64) and last.dim() > 0
@@ -354,8 +346,7 @@ def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.rows(found, out, last)
 
 
-def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _added(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 2 or kwargs:
         return out
     for table, rows in (args, args[::-1]):
@@ -380,8 +371,7 @@ def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     return mode.table(found, out, indices.expand(out.shape[:-1]))
 
 
-def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _cast(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(args[0])
     is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not args[0]
     if found is not None and is_copy and found.view is found.whole:
@@ -391,8 +381,7 @@ def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return out
 
 
-def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     bias = mode.find(_argument(args, kwargs, 2, "bias"))
     if found is None or not isinstance(found.layer, ConvLayer):
@@ -418,7 +407,7 @@ def _spread(value: Any, dims: int) -> Any:
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
-WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
+WATCHED: dict[Any, Watcher] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,

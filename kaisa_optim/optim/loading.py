@@ -217,8 +217,8 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         total = entries[layer.parameters[0]][f"{checkpoint.PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for weight in layer.parameters:
             seconds.setdefault(weight, torch.zeros(weight.shape, dtype=total.dtype))
-        means = total.cpu() / (layer.g_dim * layer.a_dim)
-        matrix = means[:, None, None].expand(-1, layer.g_dim, layer.a_dim)
+        g, a = layer.size_of("g")[0], layer.size_of("a")[0]
+        matrix = (total.cpu() / (g * a))[:, None, None].expand(-1, g, a)
         own = [seconds[p] for p in layer.parameters]
         for part, room in zip(layer.matrix_parts(matrix), layer.parameter_parts(own), strict=True):
             room.copy_(part)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.layers.linear import LinearLayer
+from kaisa_optim.layers.kinds import LinearLayer
 
 
 class Projections(nn.Module):
