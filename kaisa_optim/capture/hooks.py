@@ -12,6 +12,7 @@ modules in which uses were found.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import threading
 import weakref
@@ -24,24 +25,12 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import _get_current_function_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
-from ..layers import (
-    COUNT,
-    GATHER,
-    LEAVE,
-    WHOLE,
-    Layer,
-    Moments,
-    Part,
-    PassSettings,
-    Sample,
-    Scope,
-    Shared,
-    WatchMode,
-)
-from ..layers.watch import running_calls
+from ..layers.base import COUNT, GATHER, LEAVE, WHOLE, Layer, Moments, Part, PassSettings, Sample
+from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
 from ..linalg.precision import full_precision, without_autocast
 from ..stages import stage
@@ -99,33 +88,32 @@ class Tap(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class Call(PassSettings):
+@dataclasses.dataclass(eq=False)
+class Call:
     """One call of a layer in a forward pass, as its backward pass has to know it.
 
     The forward decides what is gathered: the task of the layer may be another one by then.
     """
 
-    def __init__(
-        self,
-        capture: Capture,
-        layer: Layer,
-        forward_pass: ForwardPass,
-        covers: tuple[bool, bool],
-        blocks: slice,
-        outer: int | None,  # the backward pass that a reentrant checkpoint runs this in, if any
-        task: int,
-    ) -> None:
-        own = layer.weight if covers[0] else layer.bias
+    capture: Capture
+    layer: Layer
+    forward_pass: ForwardPass
+    covers: tuple[bool, bool]
+    blocks: slice
+    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if any
+    task: int
+    part: Part = WHOLE
+    # Moments of drawn gradients, until the training pass takes them, and whether there were any.
+    moments: Moments | None = None
+    drawn: bool = False
+
+    def __post_init__(self) -> None:
+        layer, by_bias = self.layer, not self.covers[0]
+        own = layer.bias if by_bias else layer.weight
         assert own is not None
-        super().__init__(capture.reduce, torch.promote_types(own.dtype, torch.float32), blocks)
-        self.capture, self.layer, self.forward_pass = capture, layer, forward_pass
-        self.covers, self.outer, self.task = covers, outer, task
-        # Moments of drawn gradients, until the training pass takes them, and whether there were any
-        self.moments: Moments | None = None
-        self.drawn = False
         # The parameter that its gradients go to, and that parameter or the sharded one that it
         # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
-        name = layer.names[not covers[0]]
+        name = layer.names[by_bias]
         anchor = gathered_in(layer.module, name, own) if is_sharded(own) else own
         assert anchor is not None
         self.anchor: Tensor = anchor
@@ -244,7 +232,7 @@ class Capture:
         self._lock = threading.Lock()
         self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
         self._waiting = waiting_gradients(model) if self.sharded else {}
-        self.shared = Shared()
+        self.shared = WeakIdKeyDictionary()
         for layer in layers:
             layer.shared, layer.task = self.shared, LEAVE
         self._trainable = [p for layer in layers for p in layer.trainable]
@@ -394,7 +382,7 @@ class Capture:
         self.ran |= trains
         searches = bool(self.sought) and trains and self.gathers
         self._searched |= searches
-        self._run_under(Scope(self.sought, self._tap, self._note) if searches else None)
+        self._run_under(Scope(self.sought, searches=True) if searches else None)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit(module, args, output)
@@ -463,7 +451,7 @@ class Capture:
         if checkpointed is not None:
             began = checkpointed.number
             layers = [x for x in layers if began > self._since[module, x.weight]]
-        self._run_under(Scope(layers, self._tap) if self._sees(layers) else None)
+        self._run_under(Scope(layers) if self._sees(layers) else None)
 
     def look_around(self, model: nn.Module, layers: Collection[Layer]) -> None:
         """Watch calls of layers, of which no call was seen, in all modules around their own.
@@ -567,16 +555,18 @@ class Capture:
                     self._reach(call)
                 if call.task < GATHER:
                     return
-                moments = call.moments
+                dtype = torch.promote_types(call.own.dtype, torch.float32)
+                how = PassSettings(self.reduce, dtype, call.blocks, call.part)
                 if drawing is not None:
-                    drawing[call] = layer.moments(x, grad, covers, call)
+                    drawing[call] = layer.moments(x, grad, covers, how)
                     return
+                moments = call.moments
                 if not call.drawn:
                     # Float32 has the squares of all float16 numbers; a division would lose some.
                     scaled = self._counts or grad.dtype == torch.float16 or grad.numel() == 0
                     unit = None if scaled else unit_of(grad)
                     rows = grad if unit is None else grad / unit
-                    moments = layer.moments(x, rows, covers, call)._replace(unit=unit)
+                    moments = layer.moments(x, rows, covers, how)._replace(unit=unit)
                 call.moments = None  # a second training pass through the same graph adds nothing
                 if moments is not None:
                     self._sums.add(layer, covers, moments, drawn=call.drawn)

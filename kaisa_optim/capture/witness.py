@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..layers import COMPARE, Layer
+from ..layers.base import COMPARE, Layer
 from .forward_pass import accumulates_into, graph_task
 
 if TYPE_CHECKING:

@@ -23,7 +23,6 @@ class ProjectionLayer(Layer):
 
     cast_by_autocast = True
     unseen_output = True
-    reads_input = False
     reads_dense_only = True
 
     def __init__(

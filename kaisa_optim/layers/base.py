@@ -70,19 +70,13 @@ class Moments(NamedTuple):
     unit: Tensor | None = None  # the output gradients were divided by it; None: by 1
 
 
-class PassSettings:
+class PassSettings(NamedTuple):
     """The settings of the moments of one call of a layer."""
 
-    __slots__ = "blocks", "dtype", "part", "reduce"
-
-    def __init__(
-        self,
-        reduce: bool,  # one row for each example: ā, Σ ∂L/∂s
-        dtype: torch.dtype,  # the moments' dtype
-        blocks: slice = slice(None),  # the layer's blocks that the call sees
-        part: Part = WHOLE,  # the part of the pass that is read
-    ) -> None:
-        self.reduce, self.dtype, self.blocks, self.part = reduce, dtype, blocks, part
+    reduce: bool  # one row for each example: ā, Σ ∂L/∂s
+    dtype: torch.dtype  # of the moments
+    blocks: slice = slice(None)  # the layer's blocks that the call sees
+    part: Part = WHOLE  # the part of the pass that is read
 
 
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
@@ -90,11 +84,6 @@ Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 # What a layer's hook does in the passes up to the next step: nothing; note the passes that come to
 # the layer; add their moments to the sums; and compare their rows with the gradient, too.
 LEAVE, COUNT, GATHER, COMPARE = range(4)
-
-
-# The last input's moment, for the next layer that is given the very same input. The moment is
-# dropped with its input, so that it lives no longer than the layers that use it.
-Shared = WeakIdKeyDictionary
 
 
 class Layer:
@@ -114,7 +103,6 @@ class Layer:
     divided_by_positions = False  # the papers' normalization divides rows by the positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
-    reads_input = True  # output_rows reads the input, too
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps a tensor made of its input, and not the input
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
@@ -150,7 +138,9 @@ class Layer:
         self.trained = (False, False)  # whether weight and bias are in the optimizer's groups
         self.cover((False, False))
         self.wide = math.inf  # a side wider than this is diagonal
-        self.shared = Shared()  # one for all layers of a model, once they are captured
+        # The last input's moment, for the next layer that is given the very same input: one for all
+        # layers of a model. It is dropped with its input, and outlives no layer that uses it.
+        self.shared = WeakIdKeyDictionary()
 
     def cover(self, covers: tuple[bool, bool]) -> None:
         """Cover weight and bias, or one of them."""

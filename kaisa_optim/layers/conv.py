@@ -32,7 +32,6 @@ class _Spatial(Layer):
 
     divided_by_positions = True
     cast_by_autocast = True
-    reads_input = False
     reads_dense_only = True
     module: _Conv | _ConvTranspose
 

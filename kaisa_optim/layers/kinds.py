@@ -15,7 +15,6 @@ class SequenceRows(Layer):
 
     cast_by_autocast = True
     unseen_output = True
-    reads_input = False
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return SequenceRows.output_rows(self, None, x)

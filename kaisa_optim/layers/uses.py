@@ -144,8 +144,6 @@ class GroupedUse(ProductUse):
 class TableUse(Use, EmbeddingLayer):
     """Rows of the weight that indices pick."""
 
-    reads_input = True
-
     def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
         self.padding = padding

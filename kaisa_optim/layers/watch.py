@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from . import uses
-from .base import Layer, Tap
+from .base import Layer
 from .conv import ConvLayer
 
 Args = tuple[Any, ...]
@@ -39,24 +39,17 @@ class Found(NamedTuple):
 
 
 class Scope:
-    """The layers that are watched in one call of a module, and the tap for their uses."""
+    """The layers that are watched in one call of a module, or whose uses are searched in it."""
 
-    def __init__(
-        self,
-        layers: Iterable[Layer],
-        tap: Tap,
-        note: Callable[[Layer], None] = lambda layer: None,
-    ) -> None:
-        self.layers = frozenset(layers)
-        self.tap, self.note = tap, note
+    def __init__(self, layers: Iterable[Layer], *, searches: bool = False) -> None:
+        self.layers, self.searches = frozenset(layers), searches
         self.checkpoints = _checkpoints()
         # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
-        self.known: dict[int, tuple[Tensor, Layer]] = {
-            id(p): (p, layer)
-            for layer in self.layers
-            for p in (layer.weight, layer.bias)
-            if p is not None
-        }
+        self.known: dict[int, tuple[Tensor, Layer]] = {}
+        for layer in self.layers:
+            for p in (layer.weight, layer.bias):
+                if p is not None:
+                    self.known[id(p)] = p, layer
 
 
 class WatchMode(TorchFunctionMode):
@@ -100,7 +93,7 @@ class WatchMode(TorchFunctionMode):
             return None
         if _checkpoints() == found.scope.checkpoints:
             return found
-        found.scope.note(found.layer)
+        self.note(found)
         return None
 
     def known(self, value: Tensor) -> Found | None:
@@ -117,8 +110,13 @@ class WatchMode(TorchFunctionMode):
 
     def tap(self, found: Found, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
         """Tap a call's output."""
-        found.scope.note(found.layer)
-        return found.scope.tap(layer, output, x, blocks)
+        self.note(found)
+        return self._around._tap(layer, output, x, blocks)
+
+    def note(self, found: Found) -> None:
+        """Note the module that runs as one to be watched, in a search."""
+        if found.scope.searches:
+            self._around._note(found.layer)
 
     def _gathered(self, scope: Scope, base: Tensor) -> tuple[Tensor, Layer] | None:
         """Return a whole parameter that stands in a sharded one's place now, and its layer."""
@@ -192,30 +190,28 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
     """Return the place of a view of ``whole``, a matrix or stack; ``None`` for other views."""
     if whole.dim() not in (2, 3) or not 2 <= view.dim() <= whole.dim():
         return None
-    offset, strides = int(view.storage_offset()) - int(whole.storage_offset()), whole.stride()
-    block, blocks = 0, slice(None)
+    offset, blocks = int(view.storage_offset()) - int(whole.storage_offset()), slice(None)
+    count = view.shape[0] if view.dim() == 3 else 1
     if whole.dim() == 3:
-        block, offset = divmod(offset, strides[0])
-        count = view.shape[0] if view.dim() == 3 else 1
-        if view.dim() == 3 and count > 1 and view.stride(0) != strides[0]:
+        block, offset = divmod(offset, whole.stride(0))
+        if count > 1 and view.stride(0) != whole.stride(0):
             return None
         if count < whole.shape[0]:
             blocks = slice(block, block + count)
-    first, beside = divmod(offset, strides[-2])
-    if beside:
-        return None
-    size, step = view.shape[-2:], view.stride()[-2:]
+    first, beside = divmod(offset, whole.stride(-2))
+    steps, size, step = whole.stride()[-2:], view.shape[-2:], view.stride()[-2:]
     for transposed in (False, True):
-        rows, columns = (size[1], size[0]) if transposed else (size[0], size[1])
-        row_step, column_step = (step[1], step[0]) if transposed else (step[0], step[1])
-        steps_fit = (rows == 1 or row_step == strides[-2]) and (
-            columns == 1 or column_step == strides[-1]
-        )
-        if columns == whole.shape[-1] and steps_fit and first + rows <= whole.shape[-2]:
-            in_part = rows < whole.shape[-2]
-            if in_part and whole.dim() == 3 and view.dim() == 3 and view.shape[0] > 1:
-                return None
-            return Place(blocks, transposed, first if in_part else None)
+        if transposed:
+            size, step = size[::-1], step[::-1]
+        aligned = all([n == 1 or x == y for n, x, y in zip(size, step, steps, strict=True)])
+        fits = size[1] == whole.shape[-1] and first + size[0] <= whole.shape[-2] and not beside
+        in_part = size[0] < whole.shape[-2]
+        if aligned and fits:  # a part of the rows of several matrices is no place
+            return (
+                None
+                if in_part and count > 1
+                else Place(blocks, transposed, first if in_part else None)
+            )
     return None
 
 
@@ -377,7 +373,7 @@ def _cast(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if found is not None and is_copy and found.view is found.whole:
         # The gradient of the copy is the parameter's.
         found.scope.known[id(out)] = out, found.layer
-        found.scope.note(found.layer)
+        mode.note(found)
     return out
 
 

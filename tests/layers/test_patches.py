@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from kaisa_optim.layers import PassSettings, conv
+from kaisa_optim.layers import conv
+from kaisa_optim.layers.base import PassSettings
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 from kaisa_optim.linalg.moments import second_moment
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.forward_pass import top_hooks
-from kaisa_optim.layers import GATHER, WHOLE, LinearLayer, sample_of
+from kaisa_optim.layers import LinearLayer, sample_of
 from kaisa_optim.layers.attention import ProjectionLayer
+from kaisa_optim.layers.base import GATHER, WHOLE
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
