@@ -79,7 +79,7 @@ FAULTS = (
     Fault("rows of key and value go to the blocks of query and key", "layers/attention.py",
           "start = int(first) // layer.outputs", "start = 0", "layers/test_attention.py"),
     Fault("projections that share a bias all read the query's part", "layers/attention.py",
-          "tensor[self.at : self.at + self.bias_rows]", "tensor[: self.bias_rows]",
+          "tensor[self.at : end]", "tensor[: end - self.at]",
           "layers/test_attention.py"),
     Fault("a product with some rows of a weight counts for its first rows", "layers/uses.py",
           "pad(rows, (self.first, behind))", "pad(rows, (0, self.first + behind))",

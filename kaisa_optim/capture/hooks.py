@@ -120,21 +120,6 @@ class Call:
         self.own: Tensor = own
 
 
-def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
-    """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
-
-    Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
-    tensor in its place: later operations may then change the input in place.
-    """
-    device, dtype = x.device.type, x.dtype
-    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
-    if cast and x.is_floating_point() and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    elif not layer.keeps_another:
-        return x
-    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
-
-
 class _Hook:
     """A module hook that ends with its capture and turns inert in a copy of the model."""
 
@@ -313,7 +298,7 @@ class Capture:
         """
         with self.errors:
             self.sought |= self.witness.settle()
-        return bool(self.witness.unnamed)
+        return bool(self.witness.elsewhere.keys() - self.witness.named)
 
     def reset(self) -> None:
         """Start anew after a step, which has consumed the statistics.
@@ -422,7 +407,9 @@ class Capture:
         if scope is not None:
             mode = next((m for m in self._modes if isinstance(m, WatchMode)), None)
             mode = mode or WatchMode(self)
-            mode.begin(scope)
+            mode.scopes.append(scope)  # until the exit that belongs to this call
+            if len(mode.scopes) == 1:
+                mode.__enter__()
         self._modes.append(mode)
 
     def _note(self, layer: Layer) -> None:
@@ -515,12 +502,12 @@ class Capture:
         # Forward-mode differentiation knows no rule for a tap.
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(output).tangent is not None:
             return output
-        call, part, gathers, whole = None, WHOLE, task >= GATHER, checkpointed
+        call, gathers, whole = None, task >= GATHER, checkpointed
         if task:
             forward_pass = self._passes.current(layer, x)
             call = Call(self, layer, forward_pass, covers, blocks, outer, task)
         if call is not None and gathers:
-            part = call.part = layer.part(x, output, self.sample)
+            call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)
             self.tapped = True
             dense = not x.is_nested and x.layout is torch.strided
@@ -531,8 +518,16 @@ class Capture:
                     "not read; give it a padded or dense one, or build the optimizer with "
                     f"skip_layers=[{layer.name!r}]"
                 )
-        keeps = covers[0] and (gathers or checkpointed)
-        held = as_used(layer, x, WHOLE if whole else part) if keeps else None
+        held = x if covers[0] and (gathers or checkpointed) else None
+        device, dtype = x.device.type, x.dtype
+        casts = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+        if casts and x.is_floating_point() and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        if held is not None and (layer.keeps_another or dtype != x.dtype):
+            # As autocast hands it to the layer, whose backward keeps such a copy. Where the layer
+            # keeps another tensor in its place, later operations may change the input in place.
+            part = WHOLE if whole or call is None else call.part
+            held = part.of(x.detach()).to(dtype, copy=layer.keeps_another)
         # The mark would raise the output's version, and a selective checkpoint that keeps the
         # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING

@@ -203,7 +203,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
     rows: Counter[Tensor] = Counter()
     for layer in found.layers.values():
         if layer.bias is not None:
-            rows[layer.bias] += layer.bias_rows
+            rows[layer.bias] += layer.blocks * layer.outputs
     for name, layer in list(found.layers.items()):
         if layer.bias is not None and rows[layer.bias] < layer.bias.numel():
             reasons[layer.bias] = "a bias that projections share, one of which is not covered"

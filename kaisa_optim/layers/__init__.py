@@ -2,8 +2,7 @@
 
 from . import attention, conv  # noqa: F401 (each registers its kinds)
 from .base import Layer, Moments, check_sizes, kind_of, register_layer, sample_of
-from .kinds import Conv1DLayer, EmbeddingLayer, LinearLayer
-from .parameters import SCALES, MatrixLayer, declared
+from .kinds import SCALES, Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer, declared
 
 __all__ = [
     "SCALES",

@@ -26,16 +26,9 @@ class ProjectionLayer(Layer):
     reads_dense_only = True
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        weight: Tensor,
-        bias: Tensor | None,
-        blocks: int,
-        at: int,
+        self, name: str, module: nn.Module, weight: Any, bias: Any, blocks: int, at: int
     ) -> None:
         super().__init__(name, module)
-        assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
         self.weight, self.bias = weight, bias
         self.blocks = blocks
         self.outputs = weight.shape[0] // blocks
@@ -51,12 +44,9 @@ class ProjectionLayer(Layer):
     def example_dim(self, output: Tensor) -> int | None:
         return 1
 
-    @property
-    def bias_rows(self) -> int:
-        return self.blocks * self.outputs
-
     def bias_view(self, tensor: Tensor) -> Tensor:
-        return tensor[self.at : self.at + self.bias_rows].unflatten(0, (self.blocks, self.outputs))
+        end = self.at + self.blocks * self.outputs
+        return tensor[self.at : end].unflatten(0, (self.blocks, self.outputs))
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -99,25 +89,12 @@ class _AttentionMode(TorchFunctionMode):
         self.tap = tap
 
     @torch.compiler.disable  # a compiled model runs its attention as it is
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        names = self._tapped(batch=query.shape[1] if query.dim() == 3 else 1)
-        try:
-            return names["multi_head_attention_forward"](*args, **kwargs)
-        finally:
-            names.clear()  # functions and their globals are a circle, which would outlive the model
-
-    def _tapped(self, batch: int) -> dict[str, Any]:
-        """Return the globals of torch's own functions, with some functions exchanged for taps."""
+        batch = query.shape[1] if query.dim() == 3 else 1
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,4 +120,7 @@ class _AttentionMode(TorchFunctionMode):
             names[name] = FunctionType(
                 function.__code__, names, name, function.__defaults__, function.__closure__
             )
-        return names
+        try:
+            return names["multi_head_attention_forward"](*args, **kwargs)
+        finally:
+            names.clear()  # functions and their globals are a circle, which would outlive the model

@@ -122,7 +122,9 @@ class Layer:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
+    sectioned = False  # a call may see some blocks alone
     biased = True  # the call adds the bias
+    _primary: Layer | None = None  # of a use: the layer whose weight it uses
     crossed = False  # a call's A enters the primary's G, and the call's G the primary's A
     bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
@@ -171,9 +173,8 @@ class Layer:
 
     def same_place(self, other: Layer) -> bool:
         """Return whether both stand for the same parameters of the same module."""
-        return (
-            self.module is other.module and self.weight is other.weight and self.bias is other.bias
-        )
+        same = self.weight is other.weight and self.bias is other.bias
+        return same and self.module is other.module
 
     # ---- rows of one call ----
 
@@ -313,7 +314,7 @@ class Layer:
     @property
     def sections(self) -> int:
         """The number of equal parts of the blocks that a call may see alone; most kinds have 1."""
-        return self.blocks if self.intercepts() else 1
+        return self.blocks if self.sectioned or self.intercepts() else 1
 
     @classmethod
     @functools.cache
@@ -324,7 +325,7 @@ class Layer:
     @property
     def primary(self) -> Layer:
         """The layer whose statistics a call enters: itself, or the layer whose weight it uses."""
-        return self
+        return self if self._primary is None else self._primary
 
     @property
     def adds_bias(self) -> bool:
@@ -349,11 +350,6 @@ class Layer:
     def weight_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
-
-    @property
-    def bias_rows(self) -> int:
-        """The number of entries of the bias that are this layer's: some kinds share a bias."""
-        return 0 if self.bias is None else self.bias.numel()
 
     def bias_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a bias-shaped tensor as ``[blocks, outputs]``."""

@@ -25,27 +25,18 @@ class Use(Layer):
     reads_dense_only = True
 
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
-        Layer.__init__(self, primary.name, primary.module)
-        # A bias beside the weight is added to the product by another call.
-        self.weight, self.bias = primary.weight, primary.bias
-        self.trained, self.covers, self.names = primary.trained, primary.covers, primary.names
-        self.number, self.blocks, self.wide = primary.number, primary.blocks, primary.wide
-        self.shared = primary.shared
+        vars(self).update(vars(primary))  # a bias beside the weight may be added by another call
         self._primary, self.crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs
         self.in_shape = (outputs if crossed else inputs,)
         self.outputs = inputs if crossed else outputs
-
-    @property
-    def primary(self) -> Layer:
-        return self._primary
 
     def size_of(self, side: str, covers: tuple[bool, bool] | None = None) -> tuple[int, bool]:
         size, _ = super().size_of(side, covers)
         weight, _ = self.covers if covers is None else covers
         # A call without the bias is as wide as the primary, whose other side a crossed call meets.
         side = "ga"[side == "g"] if self.crossed else side
-        return size, self._primary.size_of(side, (weight, self._primary.covers_now()[1]))[1]
+        return size, self.primary.size_of(side, (weight, self.primary.covers_now()[1]))[1]
 
 
 class ProductUse(SequenceRows, Use):
@@ -77,22 +68,6 @@ class ProductUse(SequenceRows, Use):
         return moments._replace(g=wider) if self.crossed else moments._replace(a=wider)
 
 
-class ColumnsUse(ProductUse):
-    """The weight times columns ``[..., features, columns]``, as in Mamba."""
-
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return super().input_rows(x.mT, grad)
-
-    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        return super().output_rows(x, grad.mT)
-
-    def unbatched(self, x: Tensor) -> bool:
-        return False
-
-    def example_dim(self, output: Tensor) -> int | None:
-        return 1 if output.dim() == 2 else 0
-
-
 class StackedUse(ProductUse):
     """One product for each matrix of a stack: ``[blocks, rows, features]``."""
 
@@ -101,9 +76,6 @@ class StackedUse(ProductUse):
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         return grad[:, :, None]
-
-    def unbatched(self, x: Tensor) -> bool:
-        return False
 
     def example_dim(self, output: Tensor) -> int | None:
         return 1

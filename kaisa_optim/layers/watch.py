@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import _ntuple
 from torch.overrides import TorchFunctionMode
 
 from . import uses
@@ -65,21 +66,13 @@ class WatchMode(TorchFunctionMode):
         self._around = around  # the Capture
         self.scopes: list[Scope] = []  # of the modules that run, the innermost last
 
-    def begin(self, scope: Scope) -> None:
-        """Watch one module's call more, until the exit that belongs to it."""
-        self.scopes.append(scope)
-        if len(self.scopes) == 1:
-            self.__enter__()
-
     def __exit__(self, *error: Any) -> None:
         self.scopes.pop()
         if not self.scopes:
             super().__exit__(*error)
 
     @torch.compiler.disable  # a compiled model runs as it is
-    def __torch_function__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out, watch = func(*args, **kwargs), WATCHED.get(func)
         return out if watch is None else watch(self, out, args, kwargs)
@@ -88,16 +81,6 @@ class WatchMode(TorchFunctionMode):
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
-        found = self.known(value)
-        if found is None or not self._around.takes(found.layer):
-            return None
-        if _checkpoints() == found.scope.checkpoints:
-            return found
-        self.note(found)
-        return None
-
-    def known(self, value: Tensor) -> Found | None:
-        """Return the parameter, or its stand-in, that a tensor is or is a view of."""
         base = value._base if value._is_view() else None
         for scope in reversed(self.scopes):
             known = scope.known.get(id(value))
@@ -105,7 +88,15 @@ class WatchMode(TorchFunctionMode):
                 known = scope.known[id(base)]
             known = known or self._gathered(scope, value if base is None else base)
             if known is not None:
-                return Found(scope, known[1], known[0], value)
+                break
+        else:
+            return None
+        found = Found(scope, known[1], known[0], value)
+        if not self._around.takes(found.layer):
+            return None
+        if _checkpoints() == scope.checkpoints:
+            return found
+        self.note(found)
         return None
 
     def tap(self, found: Found, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
@@ -206,12 +197,10 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
         aligned = all([n == 1 or x == y for n, x, y in zip(size, step, steps, strict=True)])
         fits = size[1] == whole.shape[-1] and first + size[0] <= whole.shape[-2] and not beside
         in_part = size[0] < whole.shape[-2]
-        if aligned and fits:  # a part of the rows of several matrices is no place
-            return (
-                None
-                if in_part and count > 1
-                else Place(blocks, transposed, first if in_part else None)
-            )
+        if aligned and fits:
+            if in_part and count > 1:
+                return None  # some rows of several matrices
+            return Place(blocks, transposed, first if in_part else None)
     return None
 
 
@@ -269,12 +258,12 @@ def _biased_product(
     found = mode.find(weight)
     if found is None:
         return out
-    layer = found.layer
-    added = mode.find(bias) if layer.covers[1] else None
+    layer, covers_bias = found.layer, found.layer.covers[1]
+    added = mode.find(bias) if covers_bias else None
     biased = added is not None and added.layer is layer
-    own = found.view is found.whole and (not layer.covers[1] or biased)
-    own = own and (added is None or added.view is added.whole)
-    if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
+    whole = found.view is found.whole and (added is None or added.view is added.whole)
+    is_own = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
+    if whole and is_own and biased == covers_bias:
         return mode.tap(found, layer, out, x, _ALL)
     return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
 
@@ -290,7 +279,8 @@ def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
         return mode.product(found, out, left, uses.StackedUse, 0)
     found = mode.find(left)
     if found is not None and left.dim() == 2 <= right.dim():
-        return mode.product(found, out, right, uses.ColumnsUse, 1)
+        # Columns ``[..., features, columns]``, as in Mamba, are rows of the transpose.
+        return mode.product(found, out.mT, right.mT, uses.ProductUse, 1).mT
     return out
 
 
@@ -299,7 +289,6 @@ def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(weight)
     if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
         return out
-
     return mode.product(found, out, x, functools.partial(uses.GroupedUse, ends=ends), 0)
 
 
@@ -387,18 +376,14 @@ def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
         return out
     if layer.bias is not None and (bias is None or bias.layer is not layer):
         return out
-    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    as_built = module.padding_mode == "zeros" and all(
-        _spread(getattr(module, name), layer.dims)
-        == _spread(_argument(args, kwargs, 3 + i, name, default), layer.dims)
-        for i, (name, default) in enumerate(geometry.items())
-    )
-    x = _argument(args, kwargs, 0, "input")
-    return mode.tap(found, layer, out, x, _ALL) if as_built else out
-
-
-def _spread(value: Any, dims: int) -> Any:
-    return (value,) * dims if isinstance(value, int) else value
+    if module.padding_mode != "zeros":
+        return out
+    geometry, spread = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}, _ntuple(layer.dims)
+    for i, (name, default) in enumerate(geometry.items()):
+        value = _argument(args, kwargs, 3 + i, name, default)
+        if spread(value) != spread(getattr(module, name)):
+            return out
+    return mode.tap(found, layer, out, _argument(args, kwargs, 0, "input"), _ALL)
 
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
