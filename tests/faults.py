@@ -71,7 +71,7 @@ FAULTS = (
     Fault("an input that was written into shares the former input's moment", "layers/base.py",
           "said = key, part, *asked.values(), dtype, x._version",
           "said = key, part, *asked.values(), dtype",
-          "layers/test_shared_inputs.py -k written_into"),
+          "layers/test_kinds.py -k written_into"),
     Fault("channels of a grouped convolution go to the groups in turn", "layers/conv.py",
           "grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)",
           "grad.unflatten(1, (self.outputs, self.blocks)).permute(2, 1, 0, 3)",

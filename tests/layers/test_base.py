@@ -17,8 +17,7 @@ from tests.layers.cases import (
     normal,
 )
 from tests.layers.test_conv import CONV, TRANSPOSED
-from tests.layers.test_embedding import EMBEDDING
-from tests.layers.test_linear import LINEAR
+from tests.layers.test_kinds import EMBEDDING, LINEAR
 
 
 class Own(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import watch
+from kaisa_optim.layers.watch import Place, place_of
 from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.watch import assert_close, exact, normal, seeded, taken
 
@@ -159,3 +160,39 @@ def test_many_parameters_of_unknown_use_cost_calls_in_proportion(depth):
 
     (two, _), (four, _), (six, modes) = map(cost, (2, 4, 6))
     assert 0 < six - four <= four - two and modes == 1
+
+
+ALL = slice(None)
+MATRIX = {
+    "itself": (lambda w: w, Place(ALL, False, None)),
+    "transposed": (lambda w: w.mT, Place(ALL, True, None)),
+    "rows": (lambda w: w[2:5], Place(ALL, False, 2)),
+    "rows, transposed": (lambda w: w[2:5].mT, Place(ALL, True, 2)),
+    "first columns": (lambda w: w[:, :2], None),
+    "other columns": (lambda w: w[:, 1:3], None),
+    "every second row": (lambda w: w[::2], None),
+    "a row alone": (lambda w: w[1], None),
+}
+STACK = {
+    "itself": (lambda w: w, Place(ALL, False, None)),
+    "transposed": (lambda w: w.mT, Place(ALL, True, None)),
+    "blocks": (lambda w: w[1:3], Place(slice(1, 3), False, None)),
+    "one block": (lambda w: w[2].mT, Place(slice(2, 3), True, None)),
+    "rows of a block": (lambda w: w[2, 1:4], Place(slice(2, 3), False, 1)),
+    "rows of all": (lambda w: w[:, 1:4], None),
+    "every second block": (lambda w: w[::2], None),
+}
+
+
+@pytest.mark.parametrize(("view", "place"), MATRIX.values(), ids=MATRIX)
+@pytest.mark.parametrize("first", [0, 3])
+def test_views_of_a_matrix(view, place, first):
+    """Also of a matrix that is itself a part of some storage."""
+    whole = torch.zeros(first + 6, 4)[first:]
+    assert place_of(view(whole), whole) == place
+
+
+@pytest.mark.parametrize(("view", "place"), STACK.values(), ids=STACK)
+def test_views_of_a_stack(view, place):
+    whole = torch.zeros(4, 6, 5)
+    assert place_of(view(whole), whole) == place
