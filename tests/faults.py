@@ -139,7 +139,7 @@ FAULTS = (
           "if scale_free:", "if False:", "curvature/test_averages.py"),
     Fault("the average of an expert without rows fades", "curvature/averages.py",
           "taken = finite if rows is None else finite & rows", "taken = finite",
-          "layers/test_parameters.py"),
+          "layers/test_kinds.py"),
     Fault("second moments fade in steps without a gradient", "curvature/lengths.py",
           "moved = torch.where(present, moved, older)", "pass",
           "curvature/test_lengths.py -k without_a_gradient"),

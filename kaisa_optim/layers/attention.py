@@ -56,12 +56,10 @@ class ProjectionLayer(Layer):
         layers: list[Layer] = []
         if module.in_proj_weight is not None:
             layers.append(cls(f"{prefix}in_proj", module, module.in_proj_weight, bias, 3, 0))
-        else:
-            separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            for i, (letter, weight) in enumerate(zip("qkv", separate, strict=True)):
-                at = i * module.embed_dim
-                layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
-                layers[-1].tag = f"{letter}_"
+        for i, letter in enumerate("qkv" if module.in_proj_weight is None else ""):
+            weight, at = getattr(module, f"{letter}_proj_weight"), i * module.embed_dim
+            layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
+            layers[-1].tag = f"{letter}_"
         out = module.out_proj
         layers.append(cls(f"{prefix}out_proj", module, out.weight, out.bias, 1, 0))
         return layers

@@ -136,36 +136,24 @@ class WatchMode(TorchFunctionMode):
         if place is None or own is None or (x.dim() <= 2 and self.is_parameter(x)):
             return out
         used = 1 - input_dim if place.transposed else input_dim
-        crossed = used != own
-        if place.first is not None and used == 0:  # a part of the inputs
-            return out
+        in_part = place.first is not None and used == 0  # of the inputs
         # The bias of a layer by use belongs to its own product alone.
-        if layer.covers[1] and layer.by_use:
+        if in_part or (layer.covers[1] and layer.by_use):
             return out
-        use = kind(layer, crossed=crossed)
-        use.biased = biased
-        if place.first is not None:
-            use.first = place.first
+        use = kind(layer, crossed=used != own)
+        use.biased, use.first = biased, place.first
         return self.tap(found, use, out, x, place.blocks)
 
     def rows(
         self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
         """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        place = place_of(found.view, found.whole)
-        matrix = place is not None and not place.transposed and found.view.dim() == 2
-        if place is None or not matrix or place.first is not None:
+        layer, place = found.layer, place_of(found.view, found.whole)
+        whole = place is not None and not place.transposed and place.first is None
+        is_table = layer.input_dim is not None and layer.blocks == 1 and not layer.covers[1]
+        if not whole or found.view.dim() != 2 or not is_table:
             return out
-        return self.table(found, out, indices, padding)
-
-    def table(
-        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
-    ) -> Tensor:
-        """Tap rows of the whole weight, which enter the output."""
-        layer, own = found.layer, found.layer.input_dim
-        if own is None or layer.blocks > 1 or layer.covers[1]:
-            return out
-        use = uses.TableUse(layer, padding, crossed=own == 1)
+        use = uses.TableUse(layer, padding, crossed=layer.input_dim == 1)
         return self.tap(found, use, out, indices, _ALL)
 
 
@@ -353,7 +341,8 @@ def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     if place is None or place.transposed:
         return out
     indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    return mode.table(found, out, indices.expand(out.shape[:-1]))
+    found = found._replace(view=found.whole.detach().flatten(0, -2))
+    return mode.rows(found, out, indices.expand(out.shape[:-1]))
 
 
 def _cast(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
