@@ -81,7 +81,7 @@ FAULTS = (
     Fault("projections that share a bias all read the query's part", "layers/attention.py",
           "tensor[self.at : end]", "tensor[: end - self.at]",
           "layers/test_attention.py"),
-    Fault("a product with some rows of a weight counts for its first rows", "layers/uses.py",
+    Fault("a product with some rows of a weight counts for its first rows", "layers/kinds.py",
           "pad(rows, (self.first, behind))", "pad(rows, (0, self.first + behind))",
           "layers/test_uses.py"),
     Fault("statistics of a part of the examples do not stand for all", "layers/base.py",

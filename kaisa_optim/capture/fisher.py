@@ -25,9 +25,8 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
     if kind not in ("cross_entropy", "mse"):
         raise invalid("kind", kind, 'it must be "cross_entropy" or "mse"')
     if not isinstance(outputs, Tensor):
-        raise invalid_because(
-            "outputs", f"{type(outputs).__name__}; pass the tensor that the loss is of"
-        )
+        why = f"{type(outputs).__name__}; pass the tensor that the loss is of"
+        raise invalid_because("outputs", why)
     shape, sides = tuple(outputs.shape), outputs.dim()
     if sides == 0 or not outputs.is_floating_point():
         why = f"shape {shape}, {outputs.dtype}; they must be real numbers, the batch first"

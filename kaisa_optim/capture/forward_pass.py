@@ -89,7 +89,8 @@ def first_tensor(value: Any) -> Tensor | None:
 def batch_of(args: Any, kwargs: Any) -> Any:
     """Return the first argument of a module's call that holds examples, if any."""
     for argument in (*args, *kwargs.values()):
-        if any([tensor.dim() for tensor in tensors_in(argument)]):
+        tensor = first_tensor(argument)
+        if tensor is not None and tensor.dim():
             return argument
     return None
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _ntuple
 from torch.overrides import TorchFunctionMode
 
-from . import uses
 from .base import Layer
 from .conv import ConvLayer
+from .kinds import GroupedUse, ProductUse, StackedUse, TableUse
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -153,7 +153,7 @@ class WatchMode(TorchFunctionMode):
         is_table = layer.input_dim is not None and layer.blocks == 1 and not layer.covers[1]
         if not whole or found.view.dim() != 2 or not is_table:
             return out
-        use = uses.TableUse(layer, padding, crossed=layer.input_dim == 1)
+        use = TableUse(layer, padding, crossed=layer.input_dim == 1)
         return self.tap(found, use, out, indices, _ALL)
 
 
@@ -253,7 +253,7 @@ def _biased_product(
     is_own = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
     if whole and is_own and biased == covers_bias:
         return mode.tap(found, layer, out, x, _ALL)
-    return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
+    return mode.product(found, out, x, ProductUse, input_dim, biased)
 
 
 def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -262,13 +262,13 @@ def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     left, right = args[0], args[1]
     found = mode.find(right)
     if found is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
-        return mode.product(found, out, left, uses.ProductUse, 0)
+        return mode.product(found, out, left, ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
-        return mode.product(found, out, left, uses.StackedUse, 0)
+        return mode.product(found, out, left, StackedUse, 0)
     found = mode.find(left)
     if found is not None and left.dim() == 2 <= right.dim():
         # Columns ``[..., features, columns]``, as in Mamba, are rows of the transpose.
-        return mode.product(found, out.mT, right.mT, uses.ProductUse, 1).mT
+        return mode.product(found, out.mT, right.mT, ProductUse, 1).mT
     return out
 
 
@@ -277,7 +277,7 @@ def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(weight)
     if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
         return out
-    return mode.product(found, out, x, functools.partial(uses.GroupedUse, ends=ends), 0)
+    return mode.product(found, out, x, functools.partial(GroupedUse, ends=ends), 0)
 
 
 def _einsum(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -294,7 +294,7 @@ def _einsum(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
         fits = of_x[:-1] == result[:-1] and len(ends) == 2 and ends == {*of_weight}
         if found is not None and is_matrix and fits:
             input_dim = of_weight.index(of_x[-1])
-            return mode.product(found, out, operands[1 - i], uses.ProductUse, input_dim)
+            return mode.product(found, out, operands[1 - i], ProductUse, input_dim)
     return out
 
 
@@ -367,10 +367,13 @@ def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
         return out
     if module.padding_mode != "zeros":
         return out
-    geometry, spread = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}, _ntuple(layer.dims)
+    geometry, to_tuple = (
+        {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
+        _ntuple(layer.dims),
+    )
     for i, (name, default) in enumerate(geometry.items()):
         value = _argument(args, kwargs, 3 + i, name, default)
-        if spread(value) != spread(getattr(module, name)):
+        if to_tuple(value) != to_tuple(getattr(module, name)):
             return out
     return mode.tap(found, layer, out, _argument(args, kwargs, 0, "input"), _ALL)
 
