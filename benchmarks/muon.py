@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from kaisa_optim.linalg import orthogonal
-from kaisa_optim.linalg.precision import multiplies_in_half
+from kaisa_optim.linalg import products
+from kaisa_optim.linalg.products import multiplies_in_half
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
 
@@ -48,10 +48,11 @@ class Muon(torch.optim.Optimizer):
         x = torch.stack([each.flatten(1) for each in ahead])
         x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS)
         tall = x.shape[1] > x.shape[2]
-        in_half = multiplies_in_half(torch.bfloat16, x) and not orthogonal.narrow(x)
+        narrow = x.is_cpu and min(x.shape[1:]) <= 64  # halves would take longer
+        in_half = multiplies_in_half(x.dtype, x.device) and not narrow
         x = x.mT if tall else x
         for steps in (4, 1):  # rounding grows with each polynomial in a row
-            x = orthogonal.towards_one(x, [COEFFICIENTS] * steps, in_half)
+            x = _towards_one(x, [COEFFICIENTS] * steps, in_half)
         x = x.mT.contiguous() if tall else x
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         directions = [d.view_as(p) for d, p in zip(x, params, strict=True)]
@@ -90,3 +91,14 @@ def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         outer = p.dim() < 2 or name.startswith(("head", "words", "places"))
         (rest if outer else hidden).append(p)
     return hidden, rest
+
+
+def _towards_one(x: Tensor, polynomials: list[products.Polynomial], in_half: bool) -> Tensor:
+    """Take singular values through polynomials, by powers of X Xᵀ where that is less work."""
+    if not in_half and x.shape[2] > 1.5 * x.shape[1]:
+        return torch.bmm(products.orthogonalizer(torch.bmm(x, x.mT), polynomials), x)
+    near = x.bfloat16() if in_half else x
+    for a, b, c in polynomials:
+        gram = torch.bmm(near, near.mT)
+        near = torch.baddbmm(near, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), near, beta=a)
+    return near.to(x.dtype)

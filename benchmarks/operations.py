@@ -79,7 +79,8 @@ class Visited:
         if event == "call":
             self.calls += 1
             code = frame.f_code
-            if code.co_filename.startswith(HOUSE):
+            # Comprehensions are lines of their function; Python 3.12 does not even call them.
+            if code.co_filename.startswith(HOUSE) and not code.co_name.startswith("<"):
                 self.functions[code.co_filename, code.co_qualname] += 1
 
     def numbers(self) -> dict[str, int]:
@@ -117,9 +118,9 @@ class Trainer:
         kfac: Any = getattr(self.optimizer, "preconditioner", None)
         if kfac is None:
             return "quiet"
-        gathers = kfac.schedule.gathers(number, kfac.factor_update_steps) is not None
-        due = kfac.schedule.refreshes(number, kfac.factor_update_steps, kfac.inv_update_steps)
-        return "gathering" if gathers or due else "quiet"
+        intervals = kfac.factor_update_steps, kfac.inv_update_steps
+        due, refreshed, _ = kfac.schedule.at(number, *intervals)
+        return "quiet" if due is None and not refreshed else "gathering"
 
 
 def _images(model: nn.Module) -> Tensor:
@@ -171,6 +172,7 @@ class Bare:
     @torch.no_grad()
     def step(self, number: int) -> None:
         self.base.step()
+        due, refreshed, _ = self.schedule.at(number, 10, 20)
         for group in self.groups:
             names = {layer.name for layer in group.layers}
             sizes = group.g.key.size, group.a.key.size
@@ -178,9 +180,9 @@ class Bare:
                 root = side.state["root"]
                 if root.dim() == 2:
                     continue
-                if not names.isdisjoint(self.schedule.gathers(number, 10) or ()):
+                if not names.isdisjoint(due or ()):
                     self._average(torch.eye(n).expand(group.count, n, n).clone())
-                if not names.isdisjoint(self.schedule.refreshes(number, 10, 20)):
+                if not names.isdisjoint(refreshed):
                     self._root(torch.eye(n, dtype=torch.float64).expand(group.count, n, n))
         gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
         if self.adam:

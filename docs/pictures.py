@@ -246,7 +246,7 @@ def draw_step(plt: Any) -> None:
         ("report, agree", "core/status.py\ncomm/agreement.py", "step()"),
         ("plan", "plan/step_plan.py\nplan/moves.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
-        ("directions", "core/exchange.py\ncurvature/rules/", "step()"),
+        ("directions", "core/exchange.py\ncurvature/rules.py", "step()"),
         ("lengths, base", "curvature/lengths.py\noptim/bases.py", "step()"),
     ]
     for place, (title, modules, when) in enumerate(boxes):

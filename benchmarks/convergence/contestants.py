@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from benchmarks.muon import Muon, hidden_and_rest
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
-from kaisa_optim.linalg.precision import multiplies_in_half
+from kaisa_optim.linalg.products import multiplies_in_half
 
 FEW = 1 << 18  # numbers of all matrices, up to which ours is the faster Muon on CPUs
 
@@ -136,7 +136,7 @@ def _fastest_muon(matrices: list[Tensor]) -> type[Optimizer]:
     and on CPUs without bfloat16 units, where torch's takes some twenty times as long."""
     device = matrices[0].device
     few = sum(p.numel() for p in matrices) < FEW
-    if device.type == "cpu" and (few or not multiplies_in_half(torch.bfloat16, matrices[0])):
+    if device.type == "cpu" and (few or not multiplies_in_half(torch.float32, device)):
         return Muon
     return torch.optim.Muon
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.muon import Muon, hidden_and_rest
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
-from kaisa_optim.linalg.precision import multiplies_in_half
+from kaisa_optim.linalg.products import multiplies_in_half
 
 from .tasks import DEFAULT, LONG, OFTEN, Task
 
@@ -276,7 +276,7 @@ def contestants(task: Task, device: str) -> tuple[dict[str, Maker], list[str]]:
     """Those that can run on this machine, bases first, and who is absent, with the reason."""
     found: dict[str, Maker] = {**BASES, **OURS, **HALVES, **OF_PAPERS}
     absent = []
-    in_half = multiplies_in_half(torch.bfloat16, torch.empty(0, device=device))
+    in_half = multiplies_in_half(torch.float32, torch.device(device))
     if not in_half:
         # Ours would only store it, and the papers' be multiplied bit by bit.
         for without in HALVES:

@@ -32,7 +32,7 @@ from ..errors import invalid_because
 from ..layers.base import COUNT, GATHER, LEAVE, WHOLE, Layer, Moments, Part, PassSettings, Sample
 from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
-from ..linalg.precision import full_precision, without_autocast
+from ..linalg.products import full_precision, without_autocast
 from ..stages import stage
 from .forward_pass import (
     NUMBERS,

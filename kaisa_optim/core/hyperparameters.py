@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +62,8 @@ class Hyperparameters:
                 value = value(0)
             self._set(name, value)
         self._in_force: dict[str, int] = {}
-        self._read: dict[int, list[Any]] = {}  # the groups' values in the last step
+        # The groups' values in the last step, which need no check; None: some follow a schedule.
+        self.known: list[Any] | None = None
         self.take_intervals(0)
         self._is_built = True
 
@@ -79,18 +79,17 @@ class Hyperparameters:
                 f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
                 "added; use add_param_group, or build a new optimizer"
             )
-        for i, (group, schedules) in enumerate(zip(groups, self._group_schedules, strict=True)):
-            values = [group.get(name) for name in PER_GROUP]
-            if not schedules and i in self._read and all(map(operator.is_, values, self._read[i])):
-                continue  # they were checked
+        for group, schedules in zip(groups, self._group_schedules, strict=True):
             for name, settled in PER_GROUP.items():
                 schedule = schedules.get(name)
                 # Users and schedulers write into groups, too.
                 group[name] = settled(group[name] if schedule is None else schedule(step))
             refuse_lost_damping(group)
-            self._read[i] = [group[name] for name in PER_GROUP]
         for name, schedule in self._schedules.items():
             self._set(name, schedule(step))
+        scheduled = self._schedules or any(self._group_schedules)
+        values = [group[name] for group in groups for name in PER_GROUP]
+        self.known = None if scheduled else values
 
     def upcoming(self, name: str, step: int) -> Any:
         """Return a value for the backward passes of a step, before the step reads its values."""

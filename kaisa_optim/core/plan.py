@@ -1,32 +1,49 @@
-"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts."""
+"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts.
+
+New gradients come to the parameters from shares of groups: made and used on this rank, handed out
+along a row of ranks (:class:`Rows`), or brought to owners and back in shards (:class:`Shards`).
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..comm.ranks import Ranks
-from ..comm.sharding import is_sharded, local, parts_here
-from ..curvature.group import Group, ParameterStack, alike, by_device, strides
-from ..curvature.lengths import BaseNumbers, Length, Share, are_alike
+from ..comm.sharding import ShardPlaces, is_sharded, local
+from ..curvature.group import (
+    Group,
+    ParameterStack,
+    alike,
+    by_device,
+    device_of,
+    stack_key,
+    strides,
+)
+from ..curvature.lengths import SHARD_SUMS, Share, are_alike
 from ..curvature.rules import Rule
 from ..layers import Layer
 from ..plan.moves import Sizes, gradient_rounds
-from ..plan.routes import Round, chunks, grouped
+from ..plan.routes import CopyItem, Round, chunks, grouped
 from ..stages import stage
 from .options import Group as ParamGroup
 from .options import Options
+from .placements import Placements
 from .registry import Registry
-from .transport import Local, Rows, Shards
 
 Entry = dict[str, Any]
+Make = Callable[[Share], None]  # fills the directions and terms of a share
+Rows_ = Mapping[Tensor, tuple[ParameterStack, int]]  # each parameter's stack and row
+ShareOf = Callable[[Sequence[Group]], Share]
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
+_AT_ONCE = 1 << 25  # numbers of the groups that are stepped together
 # A scale of the clip's terms. With a loss of 1e20, gradients are as long, and plain terms would
 # overflow float32. A power of two changes no digit of the clip. Products that become zero by the
 # scale are far below any clip.
@@ -43,13 +60,18 @@ class CompiledPlan:
     def __init__(self, stacks: Sequence[ParameterStack], rest: list[list[Tensor]]) -> None:
         self.stacks, self.rest = list(stacks), rest
         self.parameters = [p for stack in stacks for p in stack.parameters]
+        self.has_shards = any([is_sharded(p) for p in self.parameters])
         self.index = {p: i for i, p in enumerate(self.parameters)}
         self.numbers = [stack.number for stack in stacks for _ in stack.parameters]
         start = 0
         for stack in stacks:
             stack.at = slice(start, start + len(stack.parameters))
             start = stack.at.stop
-        self.transports: list[Local | Shards] = []
+        self.local: list[Share] = []  # made here, and for this rank alone
+        self.made: list[Share] = []  # all that are made here of whole parameters
+        self.shares: list[Share] = []  # those that are written into the buffers here
+        self.rows: Rows | None = None
+        self.shards: Shards | None = None
         self.nu: Tensor | None = None  # of the last step's clip
         self.whole: Share | None = None  # all blocks, where some number goes by all of them
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
@@ -64,44 +86,22 @@ class CompiledPlan:
             kinds.setdefault((number, p.device, p.dtype, type(p)), []).append(i)
         self.kinds = [(number, places) for (number, *_), places in kinds.items()]
 
-    def collect(self) -> None:
-        """Stack the gradients, and note which parameters have one."""
-        gradients: list[Any] = parts_here([p.grad for p in self.parameters])  # type: ignore[misc]
-        for stack in self.stacks:
-            if stack.mine or stack.is_partial:
-                stack.buffer = stack.stacked(gradients[stack.at])
-            else:
-                stack.buffer = stack.empty()
-        present = [gradient is not None for gradient in gradients]
-        self.present = None if all(present) else present
+    def take_former(self) -> None:
+        """Add the second moments that the base kept to the numbers of the blocks.
 
-    def rows(self) -> list[Tensor]:
-        """Return the buffers' rows, one for each parameter."""
-        buffers = [stack.buffer for stack in self.stacks]
-        return [*itertools.chain.from_iterable(map(Tensor.unbind, buffers))]
+        Those of shards are left to their measures: owners need the sums of all ranks.
+        """
+        stacks = [x for share in self.made for g in share.groups for x, *_ in g.places]
+        for stack in stacks:
+            stack.former = stack.empty().zero_() if stack.former is None else stack.former
+        for share in self.made:
+            sums = share.block_sums([], "former", squares=False).split(share.sizes)
+            torch._foreach_add_([group.tensors["square_sum"] for group in share.groups], list(sums))
+        for stack in stacks:
+            stack.former = None
 
-    def measure(self, measures: str) -> None:
-        """Sum over blocks what the length needs: of the buffers, and of the parameters' squares."""
-        tensors = self.rows() if measures else []
-        for transport in self.transports:
-            transport.measure(tensors, self.parameters, squares=measures == "squares")
-
-    def finish(self, length: Length | None, base: BaseNumbers) -> None:
-        """Write all directions into the buffers, with lengths that go by all of them."""
-        scales = None
-        if self.whole is not None and length is not None and length.terms:
-            terms = [x for transport in self.transports for x in transport.terms()]
-            device = self.whole.like.device
-            with stage("length"):
-                each = torch.cat([x.to(device) for x in terms])
-                all_scales = length.finish(each, self.whole, base)
-            assert all_scales is not None
-            scales = iter(all_scales.split([len(x) for x in terms]))
-        for transport in self.transports:
-            transport.deliver(scales)
-
-    def clip(self, limit: float, alphas: list[Any]) -> None:
-        """Write new gradients times ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)).
+    def clip(self, terms: list[Tensor], limit: float, alphas: list[Any]) -> list[Tensor]:
+        """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms.
 
         ``alphas`` has the α of each of the optimizer's groups. The host does not wait. The layers'
         terms, rows of :func:`products`, are added up in the layers' order, so that ν has the same
@@ -109,12 +109,11 @@ class CompiledPlan:
         """
         assert self.whole is not None
         share = self.whole
-        terms = [x for transport in self.transports for x in transport.terms()]
         each = torch.cat([x.to(share.like.device) for x in terms]).index_select(0, share.order)
         order = share.ordered
         of_layers = each.split([share.counts[i] for i in order])
         rows = torch.stack([x[0] if len(x) == 1 else x.sum(0) for x in of_layers])
-        weights, biases = share.of_groups([*alphas, 0.0])
+        weights, biases = ([[*alphas, 0.0][i] for i in part] for part in share.numbers)
         if are_alike([*weights, *biases]):
             total: Any = rows.select(1, 0).sum() * _squared(weights[0])
         else:  # a layer's weight, and its bias, the last column, may have an α each
@@ -122,11 +121,8 @@ class CompiledPlan:
                 (row[0] - row[1]) * _squared(weights[i]) + row[1] * _squared(biases[i])
                 for i, row in zip(order, rows, strict=True)
             )
-        scale: Tensor = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
-        scales = iter([scale.expand(len(x)) for x in terms])
-        for transport in self.transports:
-            transport.deliver(scales)
-        self.nu = scale
+        self.nu = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
+        return [self.nu.expand(len(x)) for x in terms]
 
     def missing(self, present: list[bool]) -> list[tuple[ParameterStack, list[int]]]:
         """Return stacks of momenta with rows whose parameters have no gradient."""
@@ -163,9 +159,7 @@ class Groups:
         self.plan = CompiledPlan((), [])
         self.compilations = 0
         self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
-        # The facts that the plan was compiled from, or None, and what its entries held since.
-        self.facts: Any = None
-        self.held: Any = None
+        self.facts: Any = None  # that the plan stands for; None: it is compiled anew
 
     def allocate(self) -> None:
         """Make all groups anew; layers that have an average keep their values."""
@@ -209,37 +203,46 @@ class Groups:
                 if name in values[layer]:
                     view.copy_(values[layer][name])
 
-    def stepped(self, *, all_layers: bool = False) -> tuple[set[Tensor], set[Tensor]]:
+    def stepped(self) -> tuple[set[Tensor], set[Tensor]]:
         """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
 
-        All layers of these parameters have a state; ``all_layers`` takes all for ready.
+        All layers of these parameters have a state.
         """
-        registry = self._registry
         if not self._rule.makes_directions:
             return set(), set()
-        layers = registry.active if all_layers else registry.with_state
-        chosen = set(layers)
-        raw = {p for x in registry.active if x not in chosen for p in x.parameters}
-        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
-        return ready, ready & self._here(layers)
+        return self._ready(self._registry.with_state)
 
-    def _here(self, layers: Iterable[Layer]) -> set[Tensor]:
-        """Return the parameters of layers whose gradients this rank collects."""
-        sharded = self._registry.placements.sharded
+    def _ready(self, layers: Collection[Layer]) -> tuple[set[Tensor], set[Tensor]]:
+        """Return parameters without other layers than these, and those that are collected here.
+
+        The papers' rules take a parameter of several layers for ready when one of them is.
+        """
+        chosen, sharded = set(layers), self._registry.placements.sharded
+        raw: set[Tensor] = set()
+        if self._rule.makes_directions:
+            raw.update(p for x in self._registry.active if x not in chosen for p in x.parameters)
+        ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
         here = [x for x in layers if x in sharded or self.of[x].applied]
-        return {p for x in here for p in x.parameters}
+        return ready, {p for x in here for p in x.parameters if p in ready}
 
     def compile(self, groups: list[ParamGroup], base: Any, *, all_layers: bool = False) -> None:
         """Make the plan of the steps to come, for the layers that have a state."""
         registry, ranks, sharded = self._registry, self._ranks, self._registry.placements.sharded
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
-        ready, mine = self.stepped(all_layers=all_layers)
-        if not self._rule.makes_directions:
-            ready, mine = {p for x in layers for p in x.parameters}, self._here(layers)
+        ready, mine = self._ready(layers)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        placed = [x.parameters for g in self.all for x in g.layers if x in layers]
-        chosen = [p for p in itertools.chain(*placed) if p in ready and p in number_of]
-        stacks = self._stacked(chosen, number_of, mine)
+        # Stacks of parameters that lie alike, in one of the optimizer's groups. A stack of the
+        # former plan is used again, so that its tensors stay where they are.
+        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
+        placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
+        for p in [p for p in placed if p in ready and p in number_of]:
+            part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
+            layout = part.shape, strides(part), part.dtype, part.device
+            kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
+        former, stacks = {x.key: x for x in self.plan.stacks}, []
+        for (_, number, keeps, _), parts in kinds.items():
+            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
+            stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
         for group in self.all:
@@ -250,46 +253,37 @@ class Groups:
             stack.is_partial = any(room.get(p, 0) < whole for p in stack.parameters)
         rest = [[p for p in group["params"] if p not in rows] for group in groups]
         plan = CompiledPlan(stacks, rest)
-
-        def share_of(some: Sequence[Group]) -> Share:
-            return Share(some, plan.index, number_of)
-
-        terms = self.sizes.terms
+        share_of = functools.partial(Share, index=plan.index, number_of=number_of)
+        terms, every = self.sizes.terms, list[Group]()
         if self._rounds and layers:
-            plan.transports.append(Rows(self._rounds, ranks, terms, self.of, share_of))
+            plan.rows = Rows(self._rounds, ranks, terms, self.of, share_of)
+            plan.shares = plan.rows.shares
+            plan.made = [share for share in plan.shares if share.groups[0].applied]
         elif ranks.grid.columns == 1:
-            plan.transports.append(Local(self.all, share_of))
+            placed_groups = [group for group in self.all if group.places]
+            size = lambda group: math.prod(group.shape)  # noqa: E731
+            for same in grouped(placed_groups, lambda group: group.g.key[2:]).values():
+                plan.local += [share_of(part) for part in chunks(same, size, _AT_ONCE)]
+            plan.shares = plan.made = plan.local
+        every += [group for share in plan.shares for group in share.groups]
         begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
         if begun:
-            part = registry.placements, ranks, terms, rows, self.of, share_of
-            plan.transports.append(Shards(begun, *part, measures=self._rule.makes_directions))
-        every = [group for transport in plan.transports for group in transport.groups]
+            plan.shards = Shards(
+                *(begun, registry.placements, ranks, terms, rows, self.of, share_of),
+                measures=self._rule.makes_directions,
+            )
+            every += plan.shards.groups
         plan.whole = share_of(every) if every and terms else None
+        for group in self.all:
+            group.in_half = self._rule.in_half(group.g.key)
         base.adopt(plan)
-        base.part_from(plan)
-        for transport in plan.transports:
-            transport.take_former()
+        if self._rule.makes_directions:
+            plan.leaving = [p for p in base.stepped if p not in plan.index]
+            base.stepped.update(plan.parameters)
+        if any(stack.former is not None for stack in stacks):
+            plan.take_former()
         self.plan = plan
         self.compilations += 1
-
-    def _stacked(
-        self, parameters: Iterable[Tensor], number_of: Mapping[Tensor, int], mine: set[Tensor]
-    ) -> list[ParameterStack]:
-        """Return stacks of parameters that lie alike, in one of the optimizer's groups.
-
-        A stack of the former plan is used again, so that its tensors stay where they are.
-        """
-        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
-        for p in parameters:
-            part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
-            layout = part.shape, strides(part), part.dtype, part.device
-            kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
-        former = {x.key: x for x in self.plan.stacks}
-        stacks = []
-        for (_, number, keeps, _), parts in kinds.items():
-            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
-            stacks.append(former.get(stack.key, stack))
-        return stacks
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:
@@ -298,3 +292,251 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
     terms = rule.sizes.terms if rule.makes_directions else CLIP_TERMS * clips
     return rule.sizes._replace(average=average, wire=wire, terms=terms)
+
+
+# ---- new gradients on their way ----
+
+
+class _Wire:
+    """A share's new gradients as they travel, in ``comm_dtype``."""
+
+    def __init__(self, share: Share, dtype: torch.dtype | None, terms: int, make: Make | None):
+        self.share = share
+        if make is not None:
+            make(share)
+            # The sender uses the rounded ones, too, so that all ranks agree.
+            self.new = [x.to(dtype or x.dtype) for x in share.directions]
+            self.terms = list(share.terms.split(share.sizes))
+        else:
+            like = [(g, dtype or g.dtype) for g in share.groups]
+            self.new = [torch.empty(g.shape, dtype=own, device=g.device) for g, own in like]
+            self.terms = [
+                torch.empty(g.count, terms, dtype=g.dtype, device=g.device) for g in share.groups
+            ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        pairs = zip(self.new, self.terms, strict=True)
+        return [x for new, terms in pairs for x in (new, terms) if x.numel()]
+
+    def unpack(self) -> None:
+        self.share.directions = [x.to(self.share.like.dtype) for x in self.new]
+        self.share.terms = torch.cat(self.terms)
+
+
+class Rows:
+    """New gradients go along each row of ranks, from the gradient workers in the row.
+
+    The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
+    counts as zero. Columns send side by side, and no column waits for another's products.
+    """
+
+    def __init__(
+        self,
+        rounds: Sequence[tuple[torch.device, list[Round]]],
+        ranks: Ranks,
+        terms: int,
+        group_of: Mapping[Layer, Group],
+        share_of: ShareOf,
+    ) -> None:
+        self._rounds, self._ranks, self._terms = rounds, ranks, terms
+        items = [x for _, one in rounds for (bucket,) in one for x in bucket.items]
+        self._shares_of: dict[int, list[Share]] = {}
+        for item in items:
+            groups = [group_of[layers[0]] for layers in item.content]
+            alike = grouped(groups, lambda group: group.dtype).values()
+            self._shares_of[id(item)] = [share_of(same) for same in alike]
+        self.shares = [*itertools.chain.from_iterable(self._shares_of.values())]
+
+    def exchange(self, make: Make) -> None:
+        def cargo(item: CopyItem) -> list[_Wire]:
+            maker, dtype = make if item.owner == self._ranks.rank else None, self._ranks.comm_dtype
+            shares = self._shares_of[id(item)]
+            return [_Wire(share, dtype, self._terms, maker) for share in shares]
+
+        with stage("hand out"):
+            for device, rounds in self._rounds:
+                items = itertools.chain.from_iterable([bucket.items for (bucket,) in rounds])
+                arrived = self._ranks.broadcast(
+                    rounds, map(cargo, items), device, "gradients", ahead=True
+                )
+                for wire in arrived:
+                    wire.unpack()
+
+
+class Chunk(NamedTuple):
+    """Sharded layers whose gradients travel together."""
+
+    layers: list[Layer]
+    share: Share | None  # of the layers that this rank owns
+    whole: Rows_  # the whole parameters of these
+
+
+class Shards:
+    """Each layer's owner gathers its gradient, and returns to every rank its shard of the new one.
+
+    ``rows`` has this rank's parts of the parameters, each a stack of its own.
+    """
+
+    def __init__(
+        self,
+        chunks_of_layers: Sequence[Sequence[Layer]],
+        placements: Placements,
+        ranks: Ranks,
+        terms: int,
+        rows: Rows_,
+        group_of: Mapping[Layer, Group],
+        share_of: ShareOf,
+        *,
+        measures: bool,
+    ) -> None:
+        self._placements, self._ranks, self._terms = placements, ranks, terms
+        self._rows, self._measures = rows, measures
+        self._chunks: list[Chunk] = []
+        self.groups: list[Group] = []
+        self._sums: dict[Layer, Tensor] = {}  # this rank's part of each layer's, [blocks, 3]
+        self._terms_of: dict[Layer, Tensor] = {}
+        for layers in chunks_of_layers:
+            groups = list({id(group_of[x]): group_of[x] for x in layers}.values())
+            self.groups += groups
+            own = [group for group in groups if group.applied]
+            whole: dict[Tensor, tuple[ParameterStack, int]] = {}
+            for group in own:
+                self._stack_whole(group, whole)
+            share = share_of(own) if own else None
+            self._chunks.append(Chunk([*layers], share, whole))
+
+    def _stack_whole(self, group: Group, whole: dict[Tensor, tuple[ParameterStack, int]]) -> None:
+        """Make room for the whole parameters of a group that this rank owns."""
+        layers = group.layers
+        parameters: list[Tensor] = [p for x in layers for p in x.parameters if p in self._rows]
+        for (shape, dtype), same in grouped(parameters, lambda p: (p.shape, p.dtype)).items():
+            like = torch.empty(shape, dtype=dtype, device=group.device)
+            stack = ParameterStack(same, like, -1, mine=True)
+            whole.update({p: (stack, row) for row, p in enumerate(same)})
+        group.place(group.layers, whole, {})
+
+    def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
+        """Sum this rank's parts over blocks."""
+        for layer in [x for chunk in self._chunks for x in chunk.layers] if self._measures else ():
+            key, parts = stack_key(layer, "g"), self._placements.shards(layer)
+            sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)
+            blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
+            for p, of_block in self._spread(layer, parts, blocks):
+                if p not in self._rows:
+                    continue
+                stack, _ = self._rows[p]
+                own = stack.buffer[0] if tensors else None
+                former = None if stack.former is None else stack.former[0]
+                rows = (own, squares), (former, False), (local(p), True)
+                for row, (part, is_squared) in zip(sums, rows, strict=True):
+                    if part is None or not part.numel():
+                        continue
+                    part = part.to(key.dtype)
+                    part = part.square() if is_squared else part
+                    if layer.blocks == 1:
+                        row += part.sum()
+                    else:
+                        row.index_add_(0, of_block.long().flatten(), part.flatten())
+            self._sums[layer] = sums.mT.contiguous()
+        for stack, _ in self._rows.values():
+            stack.former = None
+
+    def exchange(self, make: Make) -> None:
+        with stage("hand out"):
+            for chunk in self._chunks:
+                self._gather(chunk)
+                if chunk.share is not None:
+                    make(chunk.share)
+                    chunk.share.deliver(None)
+                self._scatter(chunk)
+
+    def _gather(self, chunk: Chunk) -> None:
+        """Bring what directions are made of to the layers' owners, with the lengths' sums."""
+        me, world = self._ranks.rank, range(self._ranks.world)
+        outgoing: list[list[Tensor]] = [[] for _ in world]
+        incoming: list[list[Tensor]] = [[] for _ in world]
+        sums: dict[Layer, Tensor] = {}
+        for stack in {id(stack): stack for stack, _ in chunk.whole.values()}.values():
+            stack.ahead, stack.buffer = stack.empty(), stack.empty()
+        for layer in chunk.layers:
+            owner, parts = self._placements.owner(layer, "g"), self._placements.shards(layer)
+            both = zip(layer.parameters, parts, strict=True)
+            pairs = [(p, shards) for p, shards in both if p in self._rows]
+            senders = [r for r in world if any(x.sends(r, owner) for _, x in pairs)]
+            own = [self._rows[p][0].ahead[0] for p, shards in pairs if shards.sends(me, owner)]
+            outgoing[owner] += own
+            for p, shards in pairs if owner == me else ():
+                stack, row = chunk.whole[p]
+                for rank in [rank for rank in world if shards.sends(rank, me)]:
+                    incoming[rank].append(shards.part(stack.ahead[row], rank))
+            if self._measures and me in senders:
+                outgoing[owner].append(self._sums[layer])
+            if self._measures and owner == me:
+                sums[layer] = self._sums[layer].new_empty(len(senders), layer.blocks, SHARD_SUMS)
+                for rank, row in zip(senders, sums[layer], strict=True):
+                    incoming[rank].append(row)
+        self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
+        if sums and chunk.share is not None:
+            each = torch.cat([sums[x].sum(0) for x in chunk.share.layers])
+            chunk.share.measured, former, chunk.share.squares = each.unbind(1)
+            former_parts = zip(chunk.share.groups, former.split(chunk.share.sizes), strict=True)
+            for group, part in [x for x in former_parts if "square_sum" in x[0].tensors]:
+                group.tensors["square_sum"].add_(part)
+
+    def _scatter(self, chunk: Chunk) -> None:
+        """Fill this rank's shards of the new gradients, and the layers' terms."""
+        me, world = self._ranks.rank, range(self._ranks.world)
+        outgoing: list[list[Tensor]] = [[] for _ in world]
+        incoming: list[list[Tensor]] = [[] for _ in world]
+        if chunk.share is not None:
+            counts = chunk.share.counts
+            of_layer = zip(chunk.share.layers, chunk.share.terms.split(counts), strict=True)
+            self._terms_of.update(of_layer)
+        for layer in chunk.layers:
+            owner = self._placements.owner(layer, "g")
+            parts = zip(layer.parameters, self._placements.shards(layer), strict=True)
+            for p, shards in [(p, shards) for p, shards in parts if p in self._rows]:
+                incoming[owner].append(self._rows[p][0].buffer[0])
+                for rank in world if owner == me else ():
+                    stack, row = chunk.whole[p]
+                    outgoing[rank].append(shards.part(stack.buffer[row], rank))
+            if not self._terms:
+                continue
+            if owner == me:
+                for rank in world:
+                    outgoing[rank].append(self._terms_of[layer])
+            key = stack_key(layer, "g")
+            room = torch.empty(layer.blocks, self._terms, dtype=key.dtype, device=key.device)
+            self._terms_of[layer] = room
+            incoming[owner].append(room)
+        self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
+        for stack, _ in chunk.whole.values():
+            stack.buffer = stack.ahead = None
+
+    def terms(self) -> list[Tensor]:
+        layers = [layer for group in self.groups for layer in group.layers]
+        return [torch.cat([self._terms_of[x] for x in layers])] if self._terms else []
+
+    def deliver(self, scales: Tensor | None) -> None:
+        """Multiply this rank's shards by ``scales`` of the blocks."""
+        layers = [layer for group in self.groups for layer in group.layers]
+        if scales is not None and layers:
+            parts = scales.split([layer.blocks for layer in layers])
+            for layer, part in zip(layers, parts, strict=True):
+                own = part.to(stack_key(layer, "g").device)
+                for p, scale in self._spread(layer, self._placements.shards(layer), own):
+                    if p in self._rows:
+                        self._rows[p][0].buffer[0].mul_(scale)
+
+    def _spread(
+        self, layer: Layer, parts: list[ShardPlaces], values: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield a layer's parameters, each with the blocks' values of this rank's part."""
+        if layer.blocks == 1:
+            yield from ((p, values) for p in layer.parameters)
+            return
+        matrix = values[:, None, None].expand(-1, layer.size_of("g")[0], layer.size_of("a")[0])
+        whole = zip(layer.matrix_parts(matrix), layer.parameters, parts, strict=True)
+        for part, p, shards in whole:
+            yield p, shards.part(part.reshape(shards.shape), self._ranks.rank)

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from ..capture.hooks import Capture
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import averages, rules
-from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
+from ..curvature.lengths import BaseNumbers, Length, SGDLength, Share, norms_of
 from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sample_of
+from ..linalg.products import full_precision
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
-from ..stages import stage, staged
+from ..stages import PREFIX, staged
 from . import coverage, reports
 from .coverage import CoverageReport
 from .exchange import Exchange
 from .hyperparameters import Hyperparameters, rate_of, refuse_name
-from .options import SHARED, Options
+from .options import PER_GROUP, SHARED, Options
 from .options import Group as ParamGroup
 from .plan import CompiledPlan, Groups, products
 from .registry import Registry
 from .status import Status, with_gradient
 from .view import Forward, View
 
+_NO_WORK = StepPlan(-1)
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
-# What a plan depends on beside the parameters themselves.
-_LAYOUT = operator.attrgetter("device", "dtype"), operator.methodcaller("stride")
 
 
 class Preconditioner:
@@ -116,11 +116,12 @@ class Preconditioner:
         self.status = Status(self.ranks, self.registry, options)
         self.groups = Groups(self.registry, self.ranks, rule, options)
         self.exchange = Exchange(self.ranks, self.registry, rule, self.groups)
-        self.work = StepPlan(-1)  # of the last step, on averages and state
+        self.work = _NO_WORK  # of the last step, on averages and state
         # Numbers of the last step; the clip is on its device.
         self.damping_of: Callable[[Layer], float] = dict[Layer, float]().__getitem__
         # The layers that gather in the next step, None if none may, and those to refresh.
         self.slot: tuple[frozenset[str] | None, frozenset[str]] = None, frozenset()
+        self.until = 0  # the next step that gathers or refreshes anything
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
@@ -167,19 +168,22 @@ class Preconditioner:
 
     # ---- the step ----
 
-    def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> None:
+    def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> bool:
         """Take one step: agree, renew factors, and step the parameters by new gradients.
 
-        ``base`` is the base optimizer's part in it.
+        ``base`` is the base optimizer's part in it. Return whether ranks exchanged numbers.
         """
         if groups is None:
             # Users of kfac-pytorch call it.
             raise TypeError(
                 "optimizer.step() calls preconditioner.step() itself; leave out the call"
             )
-        self.hyperparameters.read(groups, self.steps)
-        registry, (due, refreshed) = self.registry, self.slot
-        facts = self._read_facts(groups, base)
+        known, values = self.hyperparameters.known, [g.get(x) for g in groups for x in PER_GROUP]
+        if known is None or len(known) != len(values) or not all(map(operator.is_, known, values)):
+            self.hyperparameters.read(groups, self.steps)
+        own = self.__dict__  # past __setattr__, which checks what users set
+        own["work"], registry, (due, refreshed) = _NO_WORK, self.registry, self.slot
+        facts = base.facts(self.groups.plan)
         if due is not None or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
         if self.ranks.world > 1:
@@ -191,8 +195,6 @@ class Preconditioner:
             self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
         if facts != self.groups.facts and self.groups.places != registry.devices:
             self.allocate()
-
-        self.work = StepPlan(self.steps)
         if self.rule.reads_damping:
             self.damping_of = registry.values("damping", groups)
         if (due is not None or refreshed) and not self._renew(groups):
@@ -204,50 +206,66 @@ class Preconditioner:
             plan.present = [False] * len(plan.parameters)
             base.rest(plan)
             self._choose()
-            return
-        if facts != self.groups.facts or self.groups.held != base.held(self.groups.plan):
+            return False
+        if facts != self.groups.facts:
             self.groups.compile(groups, base)
             self.groups.facts = facts
+        plan = self.groups.plan
         try:
-            self.direct(self.groups.plan, groups, base)
+            self.direct(plan, groups, base)
         finally:  # scratch ends with the step
-            for stack in self.groups.plan.stacks:
+            for stack in plan.stacks:
                 stack.buffer = stack.ahead = None
-        self.steps += 1
+        own["steps"] += 1
         if self.ranks.world > 1:
             self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
-        self.sums.clear()  # a step without statistics may have passes, too
         self.capture.reset()
         if self.work.exchanges:
             self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        else:
+        elif refreshed or self.steps >= self.until or self.hyperparameters.known is None:
             self._choose()
+        return self.work.exchanges
 
     def direct(self, plan: CompiledPlan, groups: list[ParamGroup], base: Any) -> None:
         """Step the plan's parameters by new gradients or directions; the base steps the others."""
-        numbers = base.follow(plan)
-        for transport in plan.transports:
-            transport.exchange(functools.partial(self._make, numbers))
-        length = self.rule.length
-        if length is not None or self.kl_clip is None or plan.whole is None:
-            plan.finish(length, numbers)
-        else:
-            alphas = [
-                rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
-            ]
-            plan.clip(self.kl_clip, alphas)
+        # nullcontext takes a name, too.
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
+        numbers, length = base.follow(plan), self.rule.length
+        for share in plan.local:
+            self._make(numbers, share)
+        make = functools.partial(self._make, numbers)
+        for ways in (plan.rows, plan.shards):
+            if ways is not None:
+                ways.exchange(make)
+        scales: list[Tensor] | None = None
+        if plan.whole is not None:  # some number goes by all blocks
+            terms = [share.terms for share in plan.shares]
+            terms += [] if plan.shards is None else plan.shards.terms()
+            if isinstance(length, SGDLength):
+                with label(PREFIX + "length"):
+                    scales = length.finish(terms, plan.whole, numbers)
+            elif self.kl_clip is not None:
+                rates = [
+                    rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
+                ]
+                scales = plan.clip(terms, self.kl_clip, rates)
+        for i, share in enumerate(plan.shares):
+            share.deliver(None if scales is None else scales[i])
+        if plan.shards is not None and scales is not None:
+            plan.shards.deliver(scales[-1])
         if plan.leaving:
             base.let_go(plan)
-        with stage("base step"):
+        with label(PREFIX + "base step"):
             base.rest(plan)
             base.descend(plan)
 
     def _make(self, base: BaseNumbers, share: Share) -> None:
         """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""
         rule, damping_of = self.rule, self.damping_of
-        with stage("precondition"):
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
+        with label(PREFIX + "precondition"):
             matrices = [group.collect("ahead") for group in share.groups]
             if rule.length is None:
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
@@ -259,23 +277,14 @@ class Preconditioner:
             peaks = norms_of(matrices, math.inf)
             peaks = torch.where(peaks == 0, 1.0, peaks)
             torch._foreach_div_(matrices, list(peaks[:, None, None].split(share.sizes)))
-            with rule.precision(share.like.device):
+            # Polynomials need full precision, unless a device multiplies them in bfloat16.
+            halves = share.groups[0].in_half and share.like.device.type != "cpu"
+            with nullcontext() if halves else full_precision():
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
-            with stage("length"):
+            with label(PREFIX + "length"):
                 share.terms = rule.length.give(share, matrices, peaks, base)
 
     # ---- the plan ----
-
-    def _read_facts(self, groups: list[ParamGroup], base: Any) -> Any:
-        """Return the facts that a plan depends on: parameters, their layouts, kept momenta.
-
-        An id is safe here, since the plan holds the parameters. Which layers have a state is no
-        part of them: what changes that sets the plan's facts to None.
-        """
-        lists = [group["params"] for group in groups]
-        parameters = [*itertools.chain.from_iterable(lists)]
-        facts = [[*map(fact, parameters)] for fact in (id, *_LAYOUT)]
-        return facts, [*map(len, lists)], [*map(base.keeps, groups)]
 
     def _agree(self, groups: list[ParamGroup]) -> AgreedStep | None:
         """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
@@ -401,8 +410,9 @@ class Preconditioner:
         parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
         gathering = parameters.in_force("factor_update_steps", number)
         refreshing = parameters.in_force("inv_update_steps", number)
-        due = self.schedule.gathers(number, gathering, bool(self.registry.late))
-        self.slot = due, self.schedule.refreshes(number, gathering, refreshing)
+        late = bool(self.registry.late)
+        due, refreshed, self.until = self.schedule.at(number, gathering, refreshing, late=late)
+        self.slot = due, refreshed
         if due is None:  # hooks leave at once
             self.capture.arm(None)
             return

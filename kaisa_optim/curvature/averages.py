@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg.kronecker import least
-from ..linalg.precision import full_precision
+from ..linalg.products import full_precision, least
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
 from .group import Group, Key, Side, StackKey, common_or_each, per_block, sent

@@ -38,16 +38,8 @@ class StackKey(NamedTuple):
         return (count, self.size) if self.diagonal else (count, self.size, self.size)
 
 
-class Region(NamedTuple):
-    """A view of a stack, as ``as_strided`` takes it."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of_each(self, count: int, apart: int, start: int) -> Region:
-        """Return the view of ``count`` tensors that lie ``apart``, from ``start`` on."""
-        return Region((count, *self.size), (apart, *self.stride), self.offset + start)
+# A view of a stack: size, strides and offset, as ``as_strided`` takes them.
+Region = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 # ---- parameters of one shape ----
@@ -105,10 +97,6 @@ class ParameterStack:
         torch._foreach_copy_(list(stack.unbind()), parts)
         return stack
 
-    @property
-    def weights(self) -> Tensor:
-        return self.stacked(self.parameters)
-
     def adopt(self, key: str, entries: Sequence[dict[str, Any]]) -> None:
         """Take over the entries' momenta, and give them rows; an absent one begins at zero.
 
@@ -161,6 +149,7 @@ class Group:
         self.count = self.slots[layers[-1]].stop
         self.shape = (self.count, self.g.key.size, self.a.key.size)
         self.dtype, self.device = self.g.key.dtype, self.g.key.device
+        self.in_half = False  # whether its stacks are multiplied with bfloat16 in bfloat16
         self.tensors: dict[str, Tensor] = {}  # numbers or matrices of each block
         # Kinds of parameters: a stack, its view, and the view of [k, g, a].
         self.places: list[tuple[ParameterStack, Region, Region]] = []
@@ -236,39 +225,52 @@ class Group:
         that have a place are counted in ``room``.
         """
         _, g, a = self.shape
-        kinds: dict[Any, list[tuple[int, int]]] = {}
+        kinds: dict[tuple[ParameterStack, Region, Region], list[tuple[int, int]]] = {}
         placed = 0
         for layer in layers:
             matrix = torch.empty(layer.blocks, g, a, device="meta")
             like = [
                 torch.empty_strided(p.shape, strides(p), device="meta") for p in layer.parameters
             ]
-            both = zip(layer.matrix_parts(matrix), layer.parameter_parts(like), strict=True)
-            for p, (there, here) in zip(layer.parameters, both, strict=True):
+            views = zip(layer.parameter_parts(like), layer.matrix_parts(matrix), strict=True)
+            for p, pair in zip(layer.parameters, views, strict=True):
                 if p in rows:
                     stack, row = rows[p]
-                    kind = stack, _view(here), _view(there)
-                    kinds.setdefault(kind, []).append((row, self.slots[layer].start))
-                    placed += there.numel()
-                    room[p] = room.get(p, 0) + there.numel()
+                    here, there = (
+                        (tuple(x.shape), x.stride(), int(x.storage_offset())) for x in pair
+                    )
+                    places = kinds.setdefault((stack, here, there), [])
+                    places.append((row, self.slots[layer].start))
+                    placed += pair[1].numel()
+                    room[p] = room.get(p, 0) + pair[1].numel()
         self._is_full = placed == math.prod(self.shape)
         self.places = []
         for (stack, here, there), pairs in kinds.items():
+            whole = math.prod(stack.shape[1:])
             while pairs:
-                count, step = _evenly(pairs)
-                (row, slot), own = pairs[0], math.prod(stack.shape[1:])
-                of_stack = here.of_each(count, step[0] * own, row * own)
-                self.places.append(
-                    (stack, of_stack, there.of_each(count, step[1] * g * a, slot * g * a))
-                )
+                # The first that follow each other at one distance.
+                steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(pairs)]
+                steps, count = steps or [(0, 0)], 1
+                while count < len(pairs) and steps[count - 1] == steps[0]:
+                    count += 1
+                (row, slot), (across, down) = pairs[0], steps[0]
+                of_stack = (count, *here[0]), (across * whole, *here[1]), here[2] + row * whole
+                block = g * a
+                of_group = (count, *there[0]), (down * block, *there[1]), there[2] + slot * block
+                self.places.append((stack, of_stack, of_group))
                 pairs = pairs[count:]
 
     def collect(self, name: str) -> Tensor:
-        """Return stacks of this name as ``[k, g, a]``; zeros for what has no place."""
+        """Return stacks of this name as ``[k, g, a]``, or the "parameters" themselves.
+
+        What has no place is zero.
+        """
         make = torch.empty if self._is_full else torch.zeros
         matrices = make(self.shape, dtype=self.dtype, device=self.device)
         for stack, (size, stride, start), (to_size, to_stride, to_start) in self.places:
-            part = getattr(stack, name).as_strided(size, stride, start)
+            tensor = getattr(stack, name)
+            tensor = stack.stacked(tensor) if name == "parameters" else tensor
+            part = tensor.as_strided(size, stride, start)
             matrices.as_strided(to_size, to_stride, to_start).copy_(part)
         return matrices
 
@@ -279,19 +281,6 @@ class Group:
         for stack, (to_size, to_stride, to_start), (size, stride, start) in self.places:
             part = matrices.as_strided(size, stride, first + start)
             stack.buffer.as_strided(to_size, to_stride, to_start).copy_(part)
-
-
-def _view(tensor: Tensor) -> Region:
-    return Region(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-
-def _evenly(pairs: Sequence[tuple[int, int]]) -> tuple[int, tuple[int, int]]:
-    """Return how many of the first pairs follow each other at one distance, and the distance."""
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(pairs)]
-    if not steps:
-        return 1, (0, 0)
-    same = itertools.takewhile(lambda step: step == steps[0], steps)
-    return 1 + len([*same]), steps[0]
 
 
 def specs_of(

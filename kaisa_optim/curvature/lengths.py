@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,7 +79,9 @@ class Share:
         first, last = ([x.parameters[i] for x in self.layers] for i in (0, -1))
         self.weights = [index.get(p, -1) for p in first]
         self.biases = [index.get(p, -1) for p in last]
-        self._numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
+        # Numbers of the optimizer's groups of the weights, and of the biases.
+        self.numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
+        self._pairs = [*dict.fromkeys(zip(*self.numbers, strict=True))]
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in self.layers}
         self.roots = per_block(self.layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
@@ -93,22 +94,21 @@ class Share:
         self.ordered = sorted(ours, key=lambda i: self.layers[i].number)
         none = torch.empty(0, dtype=torch.long, device="cpu")
         self.order = sent(torch.cat([none, *(places[i] for i in self.ordered)]), self.like.device)
-        self._find_plain(index, [int(place[0]) for place in places])
-        self.measured: Tensor | None = None  # sums over each block, of what the base measures
-        self.squares: Tensor | None = None  # of squares of the weights
+        self.measured: Any = None  # sums over each block, of what the base measures
+        self.squares: Any = None  # of squares of the weights
         self.directions: list[Tensor] = []
         self.terms = torch.empty(0)
-
-    def _find_plain(self, index: Mapping[Tensor, int], starts: list[int]) -> None:
-        """Find the layers of one block and of whole parameters, whose norms need no copy."""
-        plain: list[tuple[int, int]] = []  # a parameter's place in the plan, and its block
+        # Layers of one block and of whole parameters, whose norms need no copy: a parameter's place
+        # in the plan, and its block.
+        plain: list[tuple[int, int]] = []
         whole = []
-        for layer, start in zip(self.layers, starts, strict=True):
+        for layer, place in zip(self.layers, places, strict=True):
             layouts = [(p.shape, strides(p)) for p in layer.parameters]
             like = [torch.empty_strided(*layout, device="meta") for layout in layouts]
             parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
             is_whole = layer.blocks == 1 and parts == layouts
-            plain += [(index[p], start) for p in layer.parameters if is_whole and p in index]
+            block = int(place[0])
+            plain += [(index[p], block) for p in layer.parameters if is_whole and p in index]
             whole += [is_whole] * layer.blocks
         self._plain = [place for place, _ in plain]
         blocks = torch.tensor([block for _, block in plain], dtype=torch.long, device="cpu")
@@ -140,10 +140,20 @@ class Share:
             part.copy_(sums)
         return total
 
-    def of_groups(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the groups' values for the layers' weights and for their biases."""
-        weights, biases = ([values[i] for i in part] for part in self._numbers)
-        return weights, biases
+    def rates(self, rates: list[Any]) -> tuple[Number, Tensor | None]:
+        """Return the weights' learning rates, and the biases' as shares of these.
+
+        The shares are ``[blocks]``, or None if all are 1. A parameter moves by its own rate along
+        the direction.
+        """
+        if len(self._pairs) == 1 and self._pairs[0][0] == self._pairs[0][1]:
+            return rates[self._pairs[0][0]], None
+        of_weights, of_biases = ([rates[i] for i in part] for part in self.numbers)
+        rate = self.each("rate", of_weights)
+        if all([are_alike([rates[i], rates[j]]) for i, j in self._pairs]):
+            return rate, None
+        shares = torch.ones_like(self.roots) * self.each("rate of bias", of_biases) / rate
+        return rate, torch.where(shares.isfinite(), shares, 1.0)
 
     def each(self, name: str, values: list[Any]) -> Number:
         """Return the layers' numbers: one, if all are the same, else one for each block.
@@ -175,10 +185,14 @@ class Share:
             return None
         return per_block(self.layers, of_layer.__getitem__, self.like) > 0
 
-    def scale(self, stacks: list[Tensor], scales: Tensor) -> None:
-        """Multiply each block by its number, in place."""
-        scales = scales.to(self.like.device, self.like.dtype)
-        torch._foreach_mul_(stacks, list(scales[:, None, None].split(self.sizes)))
+    def deliver(self, scales: Tensor | None) -> None:
+        """Write the directions into the buffers, times ``scales`` of the blocks."""
+        if scales is not None:
+            scales = scales.to(self.like.device, self.like.dtype)
+            torch._foreach_mul_(self.directions, list(scales[:, None, None].split(self.sizes)))
+        for group, directions in zip(self.groups, self.directions, strict=True):
+            group.deliver(directions)
+        self.directions = []
 
 
 def are_alike(values: list[Any]) -> bool:
@@ -201,10 +215,6 @@ class Length(ABC):
 
         ``momenta`` are divided by their largest absolute values, ``peaks``.
         """
-
-    def finish(self, terms: Tensor, share: Share, base: BaseNumbers) -> Tensor | None:
-        """Return the blocks' scales, from the terms of all layers; None: they have their length."""
-        return None
 
 
 class AdamSettings(NamedTuple):
@@ -231,28 +241,25 @@ class AdamLength(Length):
         if len(set(map(id, settings))) > 1:
             each = enumerate(zip(*settings, strict=True))
             adam = AdamSettings(*[share.each(str(i), list(values)) for i, values in each])
-        stacks, measured = [group.tensors["square_sum"] for group in share.groups], share.measured
-        assert measured is not None
+        stacks = [group.tensors["square_sum"] for group in share.groups]
         older = torch.cat(stacks)
-        moved = (older * adam.keep2).add_(measured * adam.take2)
+        moved = (older * adam.keep2).add_(share.measured * adam.take2)
         # A layer that starts anew has counted steps before: its first square stands for these, or
         # its steps would be 12 times as long after 200 steps.
-        moved = torch.where(older > 0, moved, measured * adam.all2)
+        moved = torch.where(older > 0, moved, share.measured * adam.all2)
         present = None if base.present is None else share.present(base.present)
         if present is not None:  # the other blocks' moments stay as they are
             moved = torch.where(present, moved, older)
         torch._foreach_copy_(stacks, list(moved.split(share.sizes)))
-        shares = _last_columns(share, base)
-        falling = momenta if shares is None else _in_last(momenta, shares.sqrt())
+        rate, shares = share.rates(base.rates)
+        units, norms, along = _along(share, momenta, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
-        norms = norms_of(momenta, 2)
+        falling = momenta if shares is None else _in_last(momenta, shares.sqrt())
         both = norms_of(falling, 1).mul_(norms if shares is None else norms_of(falling, 2))
         fall = both.mul_(peaks) / adam.rest1
         fall /= deviation
-        units = _units(share, shares)
-        along = _along(share, momenta, units, shares, norms)
-        scales = _within(fall / along, _limit(share, base)) * units
-        share.scale(share.directions, scales)
+        scales = _limited(fall / along, share, rate, taken=False) * units
+        torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
         return peaks.new_empty(len(peaks), 0)
 
 
@@ -262,21 +269,18 @@ class FallLength(Length):
     measures = "sums"
 
     def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
-        shares = _last_columns(share, base)
+        rate, shares = share.rates(base.rates)
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
             # Weights at rate 0 rest: the fall is left to their biases.
-            rates = share.each("rate", share.of_groups(base.rates)[0])
-            moves = torch.ones_like(peaks) * rates != 0
+            moves = torch.ones_like(peaks) * rate != 0
             for stacks in (share.directions, momenta):
                 for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
                     stack[..., :-1] *= part[:, None, None]
-        units, norms = _units(share, None), norms_of(momenta, 2)
-        assert share.measured is not None
-        along = _along(share, momenta, units, None, norms)
+        units, _, along = _along(share, momenta, None)
         scales = share.measured.clamp(min=0) / along.mul_(peaks)
-        scales = _within(scales, _limit(share, base, taken=True)) * units
-        share.scale(share.directions, scales)
+        scales = _limited(scales, share, rate, taken=True) * units
+        torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
         return peaks.new_empty(len(peaks), 0)
 
 
@@ -290,67 +294,50 @@ class SGDLength(Length):
     terms = 5
 
     def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
-        shares = _last_columns(share, base)
-        units = _units(share, shares)
-        norms = norms_of(momenta, 2)
-        whole = norms.mul(peaks).square_()
+        rate, shares = share.rates(base.rates)
+        units, norms, along = _along(share, momenta, shares, apart=True)
         # Blocks at rest do not shorten the others' steps.
-        along = _along(share, momenta, units, None, norms)
         along = torch.where(norms > 0, along.mul_(peaks), 0.0)
+        whole = norms.mul_(peaks).square_()
         squares = last = torch.zeros_like(whole)
         if shares is not None:
             squares = _dots_of_last(momenta, momenta).mul_(peaks).mul_(peaks)
             last = _dots_of_last(share.directions, momenta).mul_(units).mul_(peaks)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
-        limit = torch.minimum(_limit(share, base, of_momentum=True), most)
-        share.scale(share.directions, units)
+        # SGD steps along a momentum of any length.
+        size = share.squares.sqrt().div_(share.roots)
+        free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
+        limit = torch.maximum(size * _OF_WEIGHTS_BY_SGD, free).maximum(share.free) / rate
+        limit = torch.minimum(limit, most)
+        torch._foreach_mul_(share.directions, list(units[:, None, None].split(share.sizes)))
         return torch.stack([whole, squares, along, last, limit], 1)
 
-    def finish(self, terms: Tensor, share: Share, base: BaseNumbers) -> Tensor:
-        # Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
-        # have the same bits.
-        rows, (weights, biases) = terms[:, :4], share.of_groups(base.rates)
-        if are_alike([*weights, *biases]):
+    def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
+        """Return the scales of the blocks, from the terms of all of them.
+
+        Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
+        have the same bits.
+        """
+        each = torch.cat([x.to(share.like.device) for x in terms])
+        rows, (rate, shares) = each[:, :4], share.rates(base.rates)
+        if shares is None and not (isinstance(rate, Tensor) and rate.dim()):
             total = rows.index_select(0, share.order).sum(0)
             fall, along = total[0], total[2]
         else:
-            of_weight, of_bias = share.each("rate", weights), share.each("rate of bias", biases)
-            parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(of_weight))
+            of_bias = share.each("rate of bias", [base.rates[i] for i in share.numbers[1]])
+            parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(rate))
             parts += rows[:, 1::2] * _column(of_bias)
             fall, along = parts.index_select(0, share.order).sum(0).unbind()
         common = torch.where(along > 0, fall / along, 0.0)
-        return _within(common.expand(len(terms)), terms[:, 4])
+        common = common.expand(len(each)).nan_to_num(nan=math.inf, posinf=math.inf)
+        scales = torch.minimum(common, each[:, 4]).nan_to_num_(nan=0.0, posinf=0.0)
+        return list(scales.split([len(x) for x in terms]))
 
 
 def _column(values: Number) -> Number:
     many = isinstance(values, Tensor) and values.dim() == 1
     return values[:, None] if many else values  # type: ignore[index]
-
-
-def _within(scale: Tensor, limit: Tensor) -> Tensor:
-    """Return scales of at most ``limit``: the limit itself where squares of momenta overflow.
-
-    Without a limit, an overflow gives a step of zero.
-    """
-    scale = torch.minimum(scale.nan_to_num(nan=math.inf, posinf=math.inf), limit)
-    return scale.nan_to_num_(nan=0.0, posinf=0.0)
-
-
-def _last_columns(share: Share, base: BaseNumbers) -> Tensor | None:
-    """Return the bias's learning rate as a share of the weight's, ``[blocks]``; None if all are 1.
-
-    A parameter moves by its own rate along the direction.
-    """
-    weights, biases = share.of_groups(base.rates)
-    if all(map(operator.is_, weights, biases)):
-        return None
-    pairs = {(id(x), id(y)): [x, y] for x, y in zip(weights, biases, strict=True)}
-    if all(map(are_alike, pairs.values())):
-        return None
-    of_weight, of_bias = share.each("rate", weights), share.each("rate of bias", biases)
-    shares = torch.ones_like(share.roots) * of_bias / of_weight
-    return torch.where(shares.isfinite(), shares, 1.0)
 
 
 def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
@@ -367,57 +354,46 @@ def norms_of(stacks: Sequence[Tensor], order: float) -> Tensor:
     return torch.stack(torch._foreach_norm([*blocks], order))
 
 
-def _units(share: Share, shares: Tensor | None) -> Tensor:
-    """Return the scales with which steps have a root mean square of 1; zero stays zero."""
-    moved = share.directions if shares is None else _in_last(share.directions, shares)
-    return share.roots / norms_of(moved, 2).clamp_(min=_TINY)
-
-
-def _dots(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """Return the blocks' inner products, ``[blocks]``."""
-    return torch.cat([(x * y).sum((1, 2)) for x, y in zip(ones, others, strict=True)])
-
-
 def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    return _dots([x[..., -1:] for x in ones], [y[..., -1:] for y in others])
+    """Return the inner products of the blocks' last columns, ``[blocks]``."""
+    pairs = zip(ones, others, strict=True)
+    return torch.cat([(x[..., -1:] * y[..., -1:]).sum((1, 2)) for x, y in pairs])
 
 
 def _along(
-    share: Share, momenta: list[Tensor], units: Tensor, shares: Tensor | None, norms: Tensor
-) -> Tensor:
-    """Return ⟨D, M⟩ over M's peaks, at least 0.01 ‖D‖ ‖M‖ and not 0.
+    share: Share, momenta: list[Tensor], shares: Tensor | None, *, apart: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's peaks, each ``[blocks]``.
 
-    Directions are in ``units``, ``norms`` are of momenta; ``shares`` multiply the last column's
-    part.
+    Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
+    0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part, unless it is told
+    ``apart``.
     """
-    dots = _dots(share.directions, momenta)
-    if shares is not None:
+    norms = norms_of(momenta, 2)
+    moved = share.directions if shares is None else _in_last(share.directions, shares)
+    units = share.roots / norms_of(moved, 2).clamp_(min=_TINY)
+    pairs = zip(share.directions, momenta, strict=True)
+    dots = torch.cat([(x * y).sum((1, 2)) for x, y in pairs])
+    if shares is not None and not apart:
         dots += _dots_of_last(share.directions, momenta).mul_(shares - 1)
     least = (norms * _LEAST_COSINE).mul_(share.roots)
-    return torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)
+    return units, norms, torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)
 
 
-def _limit(
-    share: Share, base: BaseNumbers, *, taken: bool = False, of_momentum: bool = False
-) -> Tensor:
-    """Return the largest scale of each block: steps have limited root mean squares.
+def _limited(scales: Tensor, share: Share, rate: Number, *, taken: bool) -> Tensor:
+    """Return scales at which steps have limited root mean squares; vectors have no limit.
 
-    ``taken`` says that the learning rate is in the scale already, ``of_momentum`` that the base
-    steps along a momentum of any length. Vectors have no limit.
+    A scale is the limit where squares of momenta overflow. Without a limit, an overflow gives a
+    step of zero. ``taken``: the learning rate is in the scales already.
     """
-    rate = share.each("rate", share.of_groups(base.rates)[0])
-    assert share.squares is not None
     size = share.squares.sqrt().div_(share.roots)
-    if of_momentum:
-        free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
-        most = torch.maximum(size * _OF_WEIGHTS_BY_SGD, free)
+    by_rate, most = rate * _OF_RATE, size * _OF_WEIGHTS
+    if isinstance(by_rate, Tensor):
+        most = torch.minimum(most, by_rate)
     else:
-        by_rate = rate * _OF_RATE
-        most = size * _OF_WEIGHTS
-        if isinstance(by_rate, Tensor):
-            most = torch.minimum(most, by_rate)
-        else:
-            most.clamp_(max=by_rate)
-        most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
+        most.clamp_(max=by_rate)
+    most = torch.maximum(most, size * _FREE_OF_WEIGHTS).clamp_(min=_FREE)
     most = torch.maximum(most, share.free)
-    return most if taken else most / rate
+    scales = scales.nan_to_num(nan=math.inf, posinf=math.inf)
+    scales = torch.minimum(scales, most if taken else most / rate)
+    return scales.nan_to_num_(nan=0.0, posinf=0.0)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg.precision import full_precision
+from ..linalg.products import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
 from ..plan.routes import chunks, grouped
 from ..plan.step_plan import EMPTY, FAILED, REJECTED
 from ..stages import stage
 from .group import WITH_STREAMS, Group, Key, Side, joined
 from .notes import Notes
-from .rules.base import Rule, stored
+from .rules import Rule, stored
 
 # Elements of the factors in one batch. On CPUs, larger batches only take memory. On other devices,
 # they take fewer calls, and the host waits once for each batch that is decomposed.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import grad as of_weights
 
 from ..linalg.moments import bordered, second_moment, symmetric, takes_halves
-from ..linalg.precision import lowered
+from ..linalg.products import lowered
 from .base import Layer, register_layer
 
 # Patches of this many elements are formed at once: memory stays bounded whatever the batch. GPUs

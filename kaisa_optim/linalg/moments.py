@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .precision import lowered
+from .products import lowered
 
 _MUCH = 1 << 22  # multiplications from which hardware for half precision pays
 _LEAST = 64  # rows, and columns, from which it pays

@@ -1,12 +1,11 @@
-"""Inverse roots of damped factors: by eigenvectors on CPUs, by products elsewhere."""
+"""Eigenvectors of factors, and inverse roots: by eigenvectors on CPUs, by products elsewhere."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .kronecker import least, mean_eigenvalue
-from .orthogonal import Polynomial, orthogonalizer
+from .products import Polynomial, least, mean_eigenvalue, orthogonalizer
 
 # One after the other, these take all singular values from 1.5e-4 to 1 to within 5e-6 of 1. The
 # first polynomial multiplies small values by 4, and takes no value above 0.1 to less than 0.1.
@@ -25,6 +24,17 @@ _BELOW_ONE = 0.999
 _TOLERANCE = 0.1  # largest residual of good roots
 WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+
+
+def eigendecompose(factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues ``[k, n]``, none below zero, and eigenvectors ``[k, n, n]`` of factors.
+
+    The largest eigenvalues come first.
+    """
+    if factors.shape[-1] == 1:  # a solver would be called for each depthwise channel
+        return factors[..., 0].clamp(min=0), torch.ones_like(factors)
+    values, vectors = torch.linalg.eigh(factors)
+    return values.clamp_(min=0).flip(-1), vectors.flip(-1)
 
 
 def inverse_root(

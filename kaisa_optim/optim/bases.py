@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,22 +42,30 @@ if TYPE_CHECKING:
 MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
 _DECAY = 0.9  # of that momentum
 
+# What a plan depends on of each parameter.
+_FACTS = id, operator.attrgetter("device", "dtype"), operator.methodcaller("stride")
+
 Entry = dict[str, Any]
 Pairs = list[tuple[Tensor, Tensor | None]]  # parameters, and gradients for the base
 
 
 class BaseStep:
-    """Steps one optimizer, of one kind of base, along K-FAC's directions; it keeps no state."""
+    """Steps one optimizer, of one kind of base, along K-FAC's directions."""
 
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
+    measures: str | None = ""  # what the length measures of gradients; None: nothing of them
+    turns = True  # gradients are turned around where the base maximizes
     limits = False  # the base limits gradients of all parameters together
     counts = False  # entries have a count of steps, on all ranks
-    idle: Any = ()  # the settings of a parameter without a gradient
+    idle: Any = ()  # the settings of a parameter without a gradient; empty: there are none
+    held: tuple[str, ...] = ("exp_avg", "step")  # keys of K-FAC's tensors in the entries
 
     def __init__(self, optimizer: KFACMixin) -> None:
-        self.optimizer, self.groups = optimizer, optimizer.param_groups
+        # A strong reference would be a circle, which keeps a model's tensors until Python looks.
+        self.optimizer: KFACMixin = weakref.proxy(optimizer)
+        self.stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
 
     def limited(self) -> Pairs:
         """Return gradients that the base limits for all parameters together."""
@@ -77,7 +86,7 @@ class BaseStep:
             if stack.mine and any(x is not None for x in former):
                 stack.former = stack.stacked(parts_here(former))
             stack.fresh = []
-            if stack.mine and self.keeps(self.groups[stack.number]):
+            if stack.mine and self.keeps(self.optimizer.param_groups[stack.number]):
                 self._adopt(stack, entries, self.momentum)
             else:
                 stack.momentum, stack.momenta = None, []
@@ -119,26 +128,30 @@ class BaseStep:
                 entry["step"] = plan.count_rows[start + row]
         return begun
 
-    def held(self, plan: CompiledPlan) -> tuple[list[int], list[Any]]:
-        """Return which entries there are, and the tensors in the plan's: users may replace some."""
-        entries = [*self.optimizer.state.values()]
-        counts = [x.get(checkpoint.STEP) for x in entries if isinstance(x, dict)]
-        own = [x.get(key) for key in (self.momentum, "step") for x in plan.entries]
-        return [*map(id, entries), *map(id, counts)], [*map(id, own)]
+    def facts(self, plan: CompiledPlan) -> list[Any]:
+        """Return what a plan depends on: parameters, their layouts, kept momenta, and entries.
 
-    def part_from(self, plan: CompiledPlan) -> None:
-        """Note the parameters that K-FAC stepped before, and the base is to step."""
-        stepped = self.optimizer._stepped
-        plan.leaving = [p for p in stepped if p not in plan.index]
-        stepped.update(plan.parameters)
+        An id is safe here, since the plan holds the parameters. Users may replace entries, or their
+        tensors. Which layers have a state is no part of the facts: what changes that sets the
+        plan's facts to None.
+        """
+        groups, entries = self.optimizer.param_groups, [*self.optimizer.state.values()]
+        parameters = [p for group in groups for p in group["params"]]
+        counts = [x.get(checkpoint.STEP) for x in entries if isinstance(x, dict)]
+        tensors = [entry.get(key) for key in self.held for entry in plan.entries]
+        return [
+            *[[*map(fact, parameters)] for fact in _FACTS],
+            [(len(group["params"]), group.get("momentum") == 0) for group in groups],
+            *[[*map(id, parts)] for parts in (entries, counts, tensors)],
+        ]
 
     def let_go(self, plan: CompiledPlan) -> None:
         """Empty the entries of parameters that leave, before the base steps them."""
         for p in plan.leaving:
-            if p.grad is not None and p in self.optimizer._stepped:
+            if p.grad is not None and p in self.stepped:
                 if p in self.optimizer.state:  # it may have left the optimizer, too
                     self.release(self.optimizer.state[p])
-                self.optimizer._stepped.discard(p)
+                self.stepped.discard(p)
                 self.optimizer._published = -1, 0  # the entry lacks K-FAC's part now
 
     def keeps(self, group: Group) -> bool:
@@ -155,7 +168,7 @@ class BaseStep:
         The keys are alike on all ranks.
         """
         momenta: dict[Tensor, Tensor] = {}
-        for group in self.groups:
+        for group in self.optimizer.param_groups:
             for p in group["params"]:
                 if p in ready and self.spreads(group, self.optimizer.state[p]):
                     momentum = self.optimizer.state[p].get(self.momentum) if p in mine else None
@@ -184,25 +197,34 @@ class BaseStep:
 
         A parameter without a gradient keeps its momentum, and makes no direction.
         """
-        plan.collect()
-        settings, present = self.settings(plan), plan.present
-        if present is not None and settings:
-            settings = [x if own else self.idle for x, own in zip(settings, present, strict=True)]
-        of_group = [[] for _ in self.groups]  # type: list[list[ParameterStack]]
+        groups, gradients = self.optimizer.param_groups, [p.grad for p in plan.parameters]
+        if plan.has_shards:
+            gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]
+        flags = [gradient is not None for gradient in gradients]
+        plan.present = present = None if all(flags) else flags
+        of_group: list[list[ParameterStack]] = [[] for _ in groups]
         for stack in plan.stacks:
+            if stack.mine or stack.is_partial:
+                stack.buffer = stack.stacked(gradients[stack.at])
+            else:
+                stack.buffer = stack.empty()
             if stack.mine:
                 of_group[stack.number].append(stack)
+        settings = self.settings(plan, groups) if self.idle else []
+        if present is not None and settings:
+            settings = [x if own else self.idle for x, own in zip(settings, present, strict=True)]
         # Receivers, too: a part that no layer covers moves by the buffer as it is.
-        up = [stack.buffer for stack in plan.stacks if self.groups[stack.number].get("maximize")]
+        up = [x.buffer for x in plan.stacks if self.turns and groups[x.number].get("maximize")]
         if up:
             torch._foreach_neg_(up)
-        for stack in filter(operator.attrgetter("fresh"), plan.stacks):
-            self._begin(stack, plan)
-        if self.length.measures != "sums":
-            plan.measure(self.length.measures)
+        for stack in plan.stacks:
+            if stack.fresh:
+                self._begin(stack, plan)
+        if self.measures is not None:
+            self._measure(plan, self.measures)
         missing = [] if present is None else plan.missing(present)
         rests = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
-        for group, stacks in zip(self.groups, of_group, strict=True):
+        for group, stacks in zip(groups, of_group, strict=True):
             if stacks:
                 self.ahead(group, stacks, plan)
         for stack, rows, momenta in rests:
@@ -211,19 +233,28 @@ class BaseStep:
             stack.ahead[rows] = 0
             assert stack.momentum is not None
             stack.momentum[rows] = momenta
-        return self.numbers(plan, settings)
+        # The last of each list is of a parameter without a place.
+        rates: list[Any] = [1.0 if group.get("lr") is None else group["lr"] for group in groups]
+        for i, rate in enumerate(rates):
+            if isinstance(rate, Tensor) and rate.device.type == "cpu":
+                rates[i] = float(rate)
+        return BaseNumbers(
+            [*rates, 0.0], [*settings, self.idle], None if present is None else [*present, False]
+        )
 
-    def numbers(self, plan: CompiledPlan, settings: list[Any]) -> BaseNumbers:
-        """Return the step's numbers; the last of each list is of a parameter without a place."""
-        present = None if plan.present is None else [*plan.present, False]
-        return BaseNumbers(self._rates(), [*settings, self.idle], present)
+    def _measure(self, plan: CompiledPlan, measures: str) -> None:
+        """Sum over blocks what the length needs: of the buffers, and of the parameters' squares."""
+        rows: list[Tensor] = []
+        for stack in plan.stacks if measures else ():
+            rows += stack.buffer.unbind()
+        for share in plan.made:
+            if rows:
+                share.measured = share.block_sums(rows, "buffer", squares=measures == "squares")
+            share.squares = share.block_sums(plan.parameters, "parameters", squares=True)
+        if plan.shards is not None:
+            plan.shards.measure(rows, squares=measures == "squares")
 
-    def _rates(self) -> list[Any]:
-        rates = [1.0 if group.get("lr") is None else group["lr"] for group in self.groups]
-        host = [isinstance(x, Tensor) and x.device.type == "cpu" for x in rates]
-        return [float(x) if on_host else x for x, on_host in zip(rates, host, strict=True)] + [0.0]
-
-    def settings(self, plan: CompiledPlan) -> list[Any]:
+    def settings(self, plan: CompiledPlan, groups: list[Group]) -> list[Any]:
         """Count a step of the parameters; return what the length has to know of each."""
         return []
 
@@ -232,49 +263,69 @@ class BaseStep:
         raise NotImplementedError
 
     def descend(self, plan: CompiledPlan) -> None:
-        """Step along the directions in the plan's buffers, and let the base step the others."""
-        rows, present = plan.rows(), plan.present
+        """Step along the directions in the plan's buffers."""
+        groups, present, rows = self.optimizer.param_groups, plan.present, list[Tensor]()
+        for stack in plan.stacks:
+            rows += stack.buffer.unbind()
         for number, places in plan.kinds:
             moved = places if present is None else [i for i in places if present[i]]
             if moved:
                 params = [plan.parameters[i] for i in moved]
-                self._move(self.groups[number], params, [rows[i] for i in moved])
+                self._move(groups[number], params, [rows[i] for i in moved], plan)
 
-    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
-        descend(parts_here(params), directions, group["lr"], group.get("weight_decay", 0.0))
+    def _move(
+        self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
+    ) -> None:
+        """Step along directions, which may be overwritten; weights decay apart from them."""
+        if plan.has_shards:
+            params = parts_here(params)
+        lr, decay = group["lr"], group.get("weight_decay", 0.0)
+        if isinstance(lr, Tensor):
+            lr = rate_for(lr, params[0])
+        if decay != 0:
+            torch._foreach_mul_(params, 1 - lr * self.decay_of(group, decay))
+        if isinstance(lr, Tensor):
+            torch._foreach_mul_(directions, lr)
+        torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
+
+    def decay_of(self, group: Group, decay: Any) -> Any:
+        """Return the decay of a step, for the group's own."""
+        return decay
 
     def rest(self, plan: CompiledPlan) -> None:
         """Let the base step the parameters that are not the plan's."""
         if not any(plan.rest):
             return
-        whole = [group["params"] for group in self.groups]
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
         try:
-            for group, params in zip(self.groups, plan.rest, strict=True):
+            for group, params in zip(groups, plan.rest, strict=True):
                 group["params"] = params
             self.optimizer.base_step()
         finally:
-            for group, params in zip(self.groups, whole, strict=True):
+            for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
 
 
 class RawStep(BaseStep):
     """Any base under the papers' rules: it steps all parameters by preconditioned gradients."""
 
+    turns = False  # the base does, where it maximizes
+    measures = None
+
     def adopt(self, plan: CompiledPlan) -> None:
         """Leave the entries to the base."""
 
-    def part_from(self, plan: CompiledPlan) -> None:
-        """Do nothing: the base has stepped all parameters so far."""
-
-    def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        plan.collect()
-        for stack in plan.stacks:
+    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+        for stack in stacks:
             stack.ahead = stack.buffer
-        return self.numbers(plan, [])
 
     def descend(self, plan: CompiledPlan) -> None:
-        both = zip(plan.parameters, plan.rows(), strict=True)
-        pairs: Pairs = [(p, sharded_like(p, x) if is_sharded(p) else x) for p, x in both]
+        rows = [row for stack in plan.stacks for row in stack.buffer.unbind()]
+        pairs: Pairs = [
+            (p, sharded_like(p, x) if is_sharded(p) else x)
+            for p, x in zip(plan.parameters, rows, strict=True)
+        ]
         if plan.present is not None:
             pairs = [*itertools.compress(pairs, plan.present)]
         with gradients_of(pairs):
@@ -285,7 +336,7 @@ class RawStep(BaseStep):
 
     def open(self, plan: CompiledPlan) -> None:
         """Let the base make entries of parameters with a gradient, by gradients of zero."""
-        plan.collect()
+        self.follow(plan)
         for stack in plan.stacks:
             stack.buffer.zero_()
         self.descend(plan)
@@ -294,17 +345,30 @@ class RawStep(BaseStep):
 class AdamStep(BaseStep):
     """Adam and AdamW: directions follow the first moment, looking ahead as Nesterov's."""
 
-    length = AdamLength
+    length, measures = AdamLength, AdamLength.measures
     second = ("exp_avg_sq", "max_exp_avg_sq")
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
-    def settings(self, plan: CompiledPlan) -> list[Any]:
-        assert plan.counts is not None
-        present = plan.present
-        plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
-        pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
-        of_pair = {pair: _adam_settings(self.groups[pair[0]], pair[1]) for pair in set(pairs)}
+    def settings(self, plan: CompiledPlan, groups: list[Group]) -> list[Any]:
+        if self.counts:
+            assert plan.counts is not None
+            present = plan.present
+            plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
+            pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
+        else:
+            pairs = [(number, groups[number].get("step", 0) + 1) for number in plan.numbers]
+        of_pair: dict[tuple[int, float], AdamSettings] = {}
+        for number, count in set(pairs):
+            group = groups[number]
+            beta1, beta2 = map(float, group["betas"])
+            # The look ahead is one step further.
+            rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
+            all2 = rest2
+            if not group.get("bias_correction", True):
+                rest1 = rest2 = 1.0
+            settings = AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
+            of_pair[number, count] = settings
         return [of_pair[pair] for pair in pairs]
 
     def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
@@ -321,16 +385,6 @@ class AdamStep(BaseStep):
             stack.ahead = tensor
 
 
-def _adam_settings(group: Group, count: float) -> AdamSettings:
-    """Return Adam's settings in its step number ``count``; the look ahead is one step further."""
-    beta1, beta2 = map(float, group["betas"])
-    rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
-    all2 = rest2
-    if not group.get("bias_correction", True):
-        rest1 = rest2 = 1.0
-    return AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
-
-
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
 
@@ -338,27 +392,25 @@ class LAMBStep(AdamStep):
     counts = False
 
     def limited(self) -> Pairs:
-        return clipped_gradients(self.groups)
-
-    def settings(self, plan: CompiledPlan) -> list[Any]:
-        of_group = [_adam_settings(group, group.get("step", 0) + 1) for group in self.groups]
-        return [of_group[number] for number in plan.numbers]
+        return clipped_gradients(self.optimizer.param_groups)
 
     def rest(self, plan: CompiledPlan) -> None:
-        present = plan.present
+        present, groups = plan.present, self.optimizer.param_groups
         stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
-        counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(self.groups)]
-        limits = [group["max_grad_norm"] for group in self.groups]
+        counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(groups)]
+        limits = [group["max_grad_norm"] for group in groups]
         try:
-            for group in self.groups:  # the gradients are limited already
+            for group in groups:  # the gradients are limited already
                 group["max_grad_norm"] = None
             super().rest(plan)
         finally:
-            for group, limit, count in zip(self.groups, limits, counts, strict=True):
+            for group, limit, count in zip(groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
                 group["step"] = max(count, group.get("step", 0))
 
-    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+    def _move(
+        self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
+    ) -> None:
         if is_sharded(params[0]):  # norms are over all ranks' parts
             pairs = zip(params, directions, strict=True)
             directions = [sharded_like(p, x) for p, x in pairs]
@@ -375,15 +427,15 @@ class LAMBStep(AdamStep):
 class SGDStep(BaseStep):
     """SGD: directions follow its momentum, or the gradient where it has none."""
 
-    length = SGDLength
-    momentum = "momentum_buffer"
+    length, measures = SGDLength, SGDLength.measures
+    momentum, held = "momentum_buffer", ("momentum_buffer",)
 
     def keeps(self, group: Group) -> bool:
         return bool(group["momentum"] != 0)
 
     def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
         gradients = [stack.buffer for stack in stacks]
-        if not self.keeps(group):
+        if group["momentum"] == 0:
             for stack in stacks:
                 stack.ahead = stack.buffer
             return
@@ -397,7 +449,7 @@ class SGDStep(BaseStep):
             stack.ahead = tensor
 
     def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
-        begun, group = super()._begin(stack, plan), self.groups[stack.number]
+        begun, group = super()._begin(stack, plan), self.optimizer.param_groups[stack.number]
         if begun and stack.momentum is not None and stack.buffer is not None:
             # The first momentum is to be the gradient: dampening begins in the second step.
             share = float(group["dampening"]) / float(group["momentum"])
@@ -405,13 +457,14 @@ class SGDStep(BaseStep):
                 stack.momentum[row].add_(stack.buffer[row], alpha=share)
         return begun
 
-    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
-        if decay != 0 and self.keeps(group):  # SGD's own decay goes through its momentum
-            if momentum >= 1:
-                raise invalid("momentum", momentum, "beside weight_decay, it must be below 1")
-            decay = decay * (1 - group["dampening"]) / (1 - momentum)
-        descend(parts_here(params), directions, group["lr"], decay)
+    def decay_of(self, group: Group, decay: Any) -> Any:
+        """Return what SGD's own decay, which goes through its momentum, comes to."""
+        momentum = group["momentum"]
+        if momentum == 0:
+            return decay
+        if momentum >= 1:
+            raise invalid("momentum", momentum, "beside weight_decay, it must be below 1")
+        return decay * (1 - group["dampening"]) / (1 - momentum)
 
 
 class AnyStep(BaseStep):
@@ -420,8 +473,8 @@ class AnyStep(BaseStep):
     Its step says how far the loss is to fall. Its state is kept on all ranks.
     """
 
-    length = FallLength
-    momentum = MOMENTUM
+    length, measures = FallLength, None
+    momentum, held = MOMENTUM, (MOMENTUM,)
 
     def adopt(self, plan: CompiledPlan) -> None:
         plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
@@ -449,7 +502,7 @@ class AnyStep(BaseStep):
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
             stack.buffer = stack.ahead * step if stack.mine else stack.buffer
-        plan.measure("sums")
+        self._measure(plan, FallLength.measures)
         for stack, gradient in zip(plan.stacks, gradients, strict=True):
             stack.buffer = gradient
         return numbers
@@ -477,7 +530,7 @@ class AnyStep(BaseStep):
         """
         parts = parts_here(plan.parameters)
         former = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
-        with _without_decay_of(plan, self.groups):
+        with _without_decay_of(plan, self.optimizer.param_groups):
             self.optimizer.base_step()
         parts = parts_here(plan.parameters)
         moved = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
@@ -501,7 +554,9 @@ class AnyStep(BaseStep):
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)
 
-    def _move(self, group: Group, params: list[Tensor], directions: list[Tensor]) -> None:
+    def _move(
+        self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
+    ) -> None:
         # The learning rate is in the lengths already; a decay goes by it.
         params = parts_here(params)
         if group.get("weight_decay", 0.0) != 0:
@@ -559,18 +614,6 @@ def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
         return AnyStep if defaults["amsgrad"] or tensors else AdamStep
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
     return kinds.get(base, AnyStep)
-
-
-def descend(
-    params: list[Tensor], directions: list[Tensor], lr: float | Tensor, decay: float
-) -> None:
-    """Step along directions, which may be overwritten; weights decay apart from them."""
-    lr = rate_for(lr, params[0]) if isinstance(lr, Tensor) else lr
-    if isinstance(lr, Tensor):
-        torch._foreach_mul_(directions, lr)
-    if decay != 0:
-        torch._foreach_mul_(params, 1 - lr * decay)
-    torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
 
 
 @contextmanager

@@ -89,7 +89,7 @@ class Load:
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
             parameters = {p for name in missing for p in layers[name].parameters}
             new = "; where the base steps first, its moments begin anew"
-            until = new if optimizer._stepped & parameters else ""
+            until = new if optimizer.base_part.stepped & parameters else ""
             if refrozen:
                 until += "; other parts of these layers were frozen when they were saved"
             warnings.warn(

@@ -20,8 +20,7 @@ from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
 from ..layers import Layer
-from ..linalg import precision
-from ..stages import stage
+from ..linalg import products
 from . import arguments, bases, loading, notices
 from .bases import gradients_of
 
@@ -61,10 +60,9 @@ class KFACMixin(Optimizer):
         self._notices = notices.Notices()
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
-        self._stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
         self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
-        self._step_of_base = bases.step_of(self._base, self.defaults)
+        step_of_base = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
             if group.get("differentiable"):
                 raise invalid_because(
@@ -83,11 +81,14 @@ class KFACMixin(Optimizer):
             self._kfac_options,
             self.param_groups,
             self._group_schedules,
-            self._step_of_base.length(),
+            step_of_base.length(),
             known,
             self._kfac_process_group,
             {"base optimizer": self._base.__name__} if compare else None,
         )
+        self.base_part = step_of_base(self)
+        papers = self.preconditioner.rule.length is None
+        self._stepper = bases.RawStep(self) if papers else self.base_part
 
     # ---- stepping ----
 
@@ -104,24 +105,27 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        notices.refuse_step(self.preconditioner)
+        kfac, base, distributed = self.preconditioner, self._stepper, torch.distributed
+        joined = distributed.is_available() and distributed.is_initialized()
+        graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if (joined and kfac.ranks.group is None) or graphs:
+            notices.refuse_step(kfac)
         # Some users call step() under autocast, which is for the model's passes.
-        kfac, autocast = self.preconditioner, torch._C._is_any_autocast_enabled()
-        with precision.without_autocast(self.device.type) if autocast else nullcontext():
+        autocast = torch._C._is_any_autocast_enabled()
+        with products.without_autocast(self.device.type) if autocast else nullcontext():
             if kfac.unsettled:
                 self._settle_load()
-            kind = bases.RawStep if kfac.rule.length is None else self._step_of_base
-            base = kind(self)
             limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
             with gradients_of(base.limited()) if limits else nullcontext():
-                kfac.step(self.param_groups, base)
+                exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
-        published = kfac.groups.compilations, len(self.state)
-        if kfac.work.exchanges or published != self._published:
+        if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
             checkpoint.publish(kfac, self.state)
             self._published = kfac.groups.compilations, len(self.state)
-            self._notices.look(kfac)
-        kfac.groups.held = base.held(kfac.groups.plan)
+            if kfac.groups.facts is not None:  # the step has made, or changed, entries
+                kfac.groups.facts = base.facts(kfac.groups.plan)
+            if exchanged:
+                self._notices.look(kfac)
         self._consolidated = None
         return loss
 
@@ -133,8 +137,7 @@ class KFACMixin(Optimizer):
         if getattr(step, "hooked", False):
             step = step.__wrapped__
         try:
-            with stage("base step"):
-                step(self)
+            step(self)
         except Exception as error:
             self.preconditioner.status.note_failure(error, "the base optimizer's step")
 
@@ -151,11 +154,6 @@ class KFACMixin(Optimizer):
             "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
             "drop_last=True"
         )
-
-    @property
-    def base_part(self) -> bases.BaseStep:
-        """The base's part in a step; made anew, since a kept one would be a circle."""
-        return self._step_of_base(self)
 
     @property
     def device(self) -> torch.device:
@@ -330,10 +328,10 @@ class KFACMixin(Optimizer):
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
             ready, _ = self.preconditioner.groups.stepped()
-            self._stepped &= ready
+            self.base_part.stepped &= ready
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
-            self._stepped.discard(p)
+            self.base_part.stepped.discard(p)
         # The load has named refrozen layers; their momenta are where shares keep them.
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
@@ -376,11 +374,13 @@ class KFACMixin(Optimizer):
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
         base = self.base_part
-        self._stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
+        self.base_part.stepped = {
+            p for p, own in self.state.items() if bases.lacks_second(base, own)
+        }
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
             ready, _ = self.preconditioner.groups.stepped()
-            self._stepped |= ready
+            self.base_part.stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.
         foreign = checkpoint.foreign_moments(self.preconditioner, entries)

@@ -28,7 +28,7 @@ class Notices:
 
     def look(self, kfac: Preconditioner) -> None:
         """Warn of much that is left to the base."""
-        if self._of_uses or not kfac.work.exchanges:
+        if self._of_uses:
             return
         registry = kfac.registry
         trained = [p.requires_grad for p in registry.parameters]

@@ -33,23 +33,34 @@ class Schedule:
         self._count = max(2, -(-sums // max(1, _MOST * weights))) if staggered else 1
         self._slots: dict[tuple[int, int], Slots] = {}  # by both intervals
 
-    def gathers(self, step: int, interval: int, late: bool = False) -> frozenset[str] | None:
-        """Return the layers whose slot to gather is this step; ``None`` if it gathers nothing.
+    def at(
+        self, step: int, gathering: int, interval: int, *, late: bool = False
+    ) -> tuple[frozenset[str] | None, frozenset[str], int]:
+        """Return the layers whose slots to gather and to be refreshed a step is, and the next step
+        that is one.
 
-        With ``late`` layers, each interval has one more gathering step. It moves on by a step from
-        interval to interval, so that it meets layers that are used in a fixed rhythm.
+        None gather where the step holds no exchange; the first step refreshes all. With ``late``
+        layers, each interval has one more gathering step. It moves on by a step from interval to
+        interval, so that it meets layers that are used in a fixed rhythm.
         """
+        turn, place = divmod(step, gathering)
+        gathers = self.refresh_slots(gathering, gathering)
+        refreshes = self.refresh_slots(gathering, interval)
+        due, refreshed = gathers.get(place), refreshes.get(step % interval, frozenset())
+        if late and due is None and place == (1 + turn) % gathering:
+            due = frozenset()
         if step in self._early:  # a refresh takes the statistics of its own step
-            return self._active
-        extra = late and step % interval == (1 + step // interval) % interval
-        slot = self.refresh_slots(interval, interval).get(step % interval)
-        return frozenset() if slot is None and extra else slot
-
-    def refreshes(self, step: int, gathering: int, interval: int) -> frozenset[str]:
-        """Return the layers whose slot to be refreshed is this step; the first step has all."""
+            due = self._active
         if step == 0 or step in self._early:
-            return self._active
-        return self.refresh_slots(gathering, interval).get(step % interval, frozenset())
+            refreshed = self._active
+        first = step + 1
+        coming = [early for early in self._early if early >= first]
+        coming += [first + (slot - first) % gathering for slot in gathers]
+        coming += [first + (slot - first) % interval for slot in refreshes]
+        for n in (turn, turn + 1) if late else ():
+            extra = n * gathering + (1 + n) % gathering
+            coming += [extra] if extra >= first else []
+        return due, refreshed, min(coming)
 
     def rounds_begun(self, step: int, interval: int) -> int:
         """Return how many slots each layer has had; the step's number alone tells."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import invalid, invalid_because
-from ..linalg import eigen, kronecker, roots
+from ..linalg import products, roots
 from ..optim.family import KFACAdam
 from . import hardware
 from .hardware import Hardware
@@ -67,8 +67,8 @@ def operations(device: str) -> dict[str, Callable[[Tensor], Any]]:
     found: dict[str, Callable[[Tensor], Any]] = {
         "products": lambda x: torch.bmm(x, x),
         "roots": lambda x: roots.inverse_root(x, damping(x), diagonal=False),
-        "eigenvectors": eigen.eigendecompose,
-        "inverses": lambda x: kronecker.damped_inverse(x, damping(x)),
+        "eigenvectors": roots.eigendecompose,
+        "inverses": lambda x: products.damped_inverse(x, damping(x)),
     }
     if device == "cuda":
         found["half_products"] = lambda x: torch.bmm(x.bfloat16(), x.bfloat16())

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, KFACParamScheduler, with_kfac
-from kaisa_optim.linalg import eigen
+from kaisa_optim.linalg import roots
 from tests.optim.bases import LARS
 from tests.support.training import (
     EVERY_STEP,
@@ -425,7 +425,7 @@ def test_failure_counts_and_rejections_are_kept(monkeypatch):
     options = {"lr": 0.05, "max_failures": 3, **EVERY_STEP}
     model, opt = pair(KFACSGD, **options)
     train(model, opt, [0])
-    monkeypatch.setattr(eigen, "eigendecompose", broken)
+    monkeypatch.setattr(roots, "eigendecompose", broken)
     with pytest.warns(UserWarning, match="1 in a row"):
         train(model, opt, range(1, 3))
     other, fresh = pair(KFACSGD, **options)

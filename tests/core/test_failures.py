@@ -26,7 +26,7 @@ from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.core import exchange, transport
 from kaisa_optim.core.preconditioner import Preconditioner
-from kaisa_optim.linalg import eigen, kronecker, roots
+from kaisa_optim.linalg import products, roots
 from tests.support.cluster import average, weights
 from tests.support.ranks import fresh, run
 from tests.support.training import ANEW
@@ -307,8 +307,8 @@ class Decomposed(NamedTuple):
 def broken_decompositions(error: Exception) -> Iterator[None]:
     fails = mock.Mock(side_effect=error)
     with (
-        mock.patch.object(eigen, "eigendecompose", fails),
-        mock.patch.object(kronecker, "damped_inverse", fails),
+        mock.patch.object(roots, "eigendecompose", fails),
+        mock.patch.object(products, "damped_inverse", fails),
         mock.patch.object(roots, "inverse_root", fails),
     ):
         yield

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, KFACParamScheduler
-from kaisa_optim.linalg import kronecker
+from kaisa_optim.linalg import products
 from tests.support import groups, training
 from tests.support.branches import Branches
 from tests.support.cluster import average, rank, taken_by, weights, world
@@ -451,7 +451,7 @@ def test_a_device_that_no_host_waits_for_has_the_same_inverses(strategy: str) ->
 
 def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[list[str]]]:
     """So many attempts at A of the first layer fail from step 4 on, in which it has its turn."""
-    left, real, states, said = 0, kronecker.damped_inverse, [], []
+    left, real, states, said = 0, products.damped_inverse, [], []
 
     def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
         nonlocal left
@@ -461,7 +461,7 @@ def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[lis
             result[:] = torch.nan
         return result
 
-    with as_on_a_gpu(), mock.patch.object(kronecker, "damped_inverse", damped_inverse):
+    with as_on_a_gpu(), mock.patch.object(products, "damped_inverse", damped_inverse):
         model = ddp(net())
         opt = optimizer(model, **INVERSES, staggered=False, **options)
         for i in range(8):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.curvature import lengths
-from kaisa_optim.curvature.rules.polar import PolarRule
+from kaisa_optim.curvature.rules import PolarRule
 from tests.support.ranks import run
 from tests.support.watch import assert_close, matrix_of, normal, stepped_blocks, taken
 

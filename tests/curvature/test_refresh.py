@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import refresh
-from kaisa_optim.linalg import eigen, kronecker, orthogonal, precision, roots
+from kaisa_optim.linalg import products, roots
 from tests.linalg.test_precision import USERS, all_settings, matmuls
 from tests.linalg.test_precision import settings as settings  # puts them back after each test
 from tests.support import groups
@@ -44,8 +44,8 @@ METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERE
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
 ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
 SOLVERS: dict[str, tuple[Any, str]] = {
-    "eigen": (eigen, "eigendecompose"),
-    "inverse": (kronecker, "damped_inverse"),
+    "eigen": (roots, "eigendecompose"),
+    "inverse": (products, "damped_inverse"),
     "polar": (roots, "inverse_root"),
 }
 LinAlgError = torch.linalg.LinAlgError
@@ -130,7 +130,7 @@ def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype
     """
     moved = []
     for has in (False, True):
-        monkeypatch.setattr(precision, "_multiplies_brain_floats", lambda device, has=has: has)
+        monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device, has=has: has)
         moved.append(one_step(method, of, inv_dtype=dtype)[1])
     rounded = norm_of_difference(moved[1], moved[0])
     in_half = (dtype, of) == (torch.bfloat16, torch.float32)
@@ -138,19 +138,19 @@ def test_gradients_are_multiplied_in_bfloat16_where_that_is_stored(method, dtype
 
 
 def test_cpus_multiply_in_bfloat16_where_they_say_so():
-    precision._multiplies_brain_floats.cache_clear()
+    products._multiplies_brain_floats.cache_clear()
     flags = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").exists() else []
     has = "avx512_bf16" in flags and torch.backends.mkldnn.is_available()
-    like = torch.ones(2, 2)
-    assert precision.multiplies_in_half(torch.bfloat16, like) == has
-    assert not precision.multiplies_in_half(torch.float16, like)
+    cpu = torch.device("cpu")
+    assert products.multiplies_in_half(torch.float32, cpu) == has
+    assert not products.multiplies_in_half(torch.float64, cpu)
     with torch.backends.mkldnn.flags(enabled=False):
-        assert not precision.multiplies_in_half(torch.bfloat16, like)
+        assert not products.multiplies_in_half(torch.float32, cpu)
 
 
 @pytest.mark.parametrize("has", [True, False])
 def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypatch):
-    precision._multiplies_brain_floats.cache_clear()
+    products._multiplies_brain_floats.cache_clear()
     asked = []
 
     def supported(*, including_emulation: bool) -> bool:
@@ -159,9 +159,9 @@ def test_gpus_multiply_in_bfloat16_where_they_need_not_emulate_it(has, monkeypat
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    assert precision._multiplies_brain_floats(torch.device("cuda", 1)) == has
+    assert products._multiplies_brain_floats(torch.device("cuda", 1)) == has
     assert asked == [False]
-    precision._multiplies_brain_floats.cache_clear()
+    products._multiplies_brain_floats.cache_clear()
 
 
 def drifted(options: dict[str, Any], before: int, after: int) -> float:
@@ -175,7 +175,7 @@ def drifted(options: dict[str, Any], before: int, after: int) -> float:
         opt = KFACSGD(model, lr=0.1, assignment="opt", **intervals, **options)
     for able, steps in ((before, range(2)), (after, range(2, 4)), (after, range(4, 7))):
         has = mock.patch.object(
-            precision, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
+            products, "_multiplies_brain_floats", lambda device, able=able: dist.get_rank() < able
         )
         with has:
             train(model, opt, steps)  # all ranks have the same batches
@@ -777,8 +777,8 @@ def test_reduced_float32_stays_out_of_orthogonal_directions(user, monkeypatch):
         seen.append(([all_settings()[0], *matmuls()], torch.is_autocast_enabled("cpu")))
         return original(*given, **how)
 
-    original = orthogonal.orthogonalized
-    monkeypatch.setattr(orthogonal, "orthogonalized", spied)
+    original = products.orthogonalized
+    monkeypatch.setattr(products, "orthogonalized", spied)
     USERS[user]()
     chosen = all_settings()
     model = network(dtype=torch.float32)

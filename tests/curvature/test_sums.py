@@ -10,7 +10,7 @@ from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import conv
-from kaisa_optim.linalg import kronecker
+from kaisa_optim.linalg import products
 from tests.support import groups
 from tests.support.close import assert_close
 
@@ -138,6 +138,6 @@ def test_half_precision_storage_never_overflows(name):
 
 def test_a_factor_that_is_not_finite_does_not_take_the_damping_of_the_other():
     mean_a, mean_g = torch.tensor([torch.inf, 0.0, 4.0]), torch.tensor([1.0, 1.0, 1.0])
-    of_a, of_g = kronecker.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
+    of_a, of_g = products.split_damping(torch.full((3,), 0.01), mean_a, mean_g)
     torch.testing.assert_close(of_a, torch.tensor([0.1, 0.1, 0.2]))
     torch.testing.assert_close(of_g, torch.tensor([0.1, 0.1, 0.05]))

@@ -23,7 +23,7 @@ from torch.utils import backend_registration
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, notes
-from kaisa_optim.linalg import precision
+from kaisa_optim.linalg import products
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -230,7 +230,7 @@ def test_products_in_bfloat16_are_taken_there_without_waiting(elsewhere, network
 
 
 def _check_halves(network: type[nn.Module], name: str) -> None:
-    with mock.patch.object(precision, "_multiplies_brain_floats", lambda device: True):
+    with mock.patch.object(products, "_multiplies_brain_floats", lambda device: True):
         wanted, _ = train(network, CASES[name], 5, "cpu", dtype=torch.float32)
         got, found = train_there(network, CASES[name], 5, dtype=torch.float32)
     for key, value in wanted.items():

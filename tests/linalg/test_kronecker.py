@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kaisa_optim.linalg import kronecker
+from kaisa_optim.linalg import products
 from tests.support.training import assert_near
 
 sizes = st.integers(1, 9)
@@ -24,7 +24,7 @@ def test_softened_directions(g, a, seed, kept):
     root_g, root_a = root_g + root_g.mT, root_a + root_a.mT
     direction = torch.randn(2, g, a, generator=generator, dtype=torch.float64)
     for of_g, of_a in itertools.product((root_g, root_g.diagonal(0, 1, 2)), (root_a, root_a[:, 0])):
-        found = kronecker.softened(direction.clone(), of_g, of_a, kept)
+        found = products.softened(direction.clone(), of_g, of_a, kept)
         for one, d, r, s in zip(found, direction, of_g, of_a, strict=True):
             r, s = (x.diag() if x.dim() == 1 else x for x in (r, s))
             eye_g, eye_a = (torch.eye(len(x), dtype=torch.float64) for x in (r, s))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,15 +70,26 @@ def test_large_sums_are_spread_over_more_slots_than_two():
     assert len(Schedule(few, True).gathering_slots(20)) == 1
 
 
+@given(models(), st.integers(1, 12), st.integers(1, 30), st.booleans(), st.booleans())
+def test_each_step_knows_the_next_that_is_not_quiet(layers, gathering, interval, staggered, late):
+    schedule = Schedule(layers, staggered, early=(5, 10))
+    each = [schedule.at(step, gathering, interval, late=late) for step in range(40)]
+    works = [step for step, (due, refreshed, _) in enumerate(each) if due is not None or refreshed]
+    assert works[0] == 0
+    for before, step in itertools.pairwise(works):
+        assert {following for *_, following in each[before:step]} == {step}
+
+
 @pytest.mark.parametrize("interval", [1, 2, 3, 10])
 def test_late_layers_have_one_more_step_of_each_interval_and_meet_every_rhythm(interval):
     """The step moves on, so that in so many intervals it has had each place."""
     schedule = Schedule([layer("one", 2, 2)], False)
-    steps = [s for s in range(interval**2) if schedule.gathers(s, interval, True) is not None]
+    late = [schedule.at(s, interval, interval, late=True)[0] for s in range(interval**2)]
+    steps = [s for s, due in enumerate(late) if due is not None]
     assert {step % interval for step in steps} == set(range(interval))
     for start in range(0, interval**2, interval):
         assert len([s for s in steps if start <= s < start + interval]) <= 2
-    without = [s for s in range(interval**2) if schedule.gathers(s, interval) is not None]
+    without = [s for s in range(interval**2) if schedule.at(s, interval, interval)[0] is not None]
     assert without == [*range(0, interval**2, interval)]
 
 

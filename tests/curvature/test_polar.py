@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.curvature import lengths
-from kaisa_optim.curvature.rules import polar
-from kaisa_optim.linalg import orthogonal
+from kaisa_optim.curvature import lengths, rules
+from kaisa_optim.linalg import products
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
@@ -51,7 +50,7 @@ def root_of(factor: Tensor, damping: float) -> Tensor:
 
 
 def outer(root: Tensor) -> Tensor:
-    return polar._KEPT * torch.eye(len(root), dtype=root.dtype) + (1 - polar._KEPT) * root
+    return rules._KEPT * torch.eye(len(root), dtype=root.dtype) + (1 - rules._KEPT) * root
 
 
 def by_svd(matrix: Tensor) -> Tensor:
@@ -108,8 +107,8 @@ def test_directions_of_dense_factors(wide, narrow, n, seed, damping, bias, wides
     torch.manual_seed(seed)
     model = Kinds(wide, narrow, bias).double()
     opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ALWAYS)
-    known = orthogonal.orthogonalized
-    with mock.patch.object(orthogonal, "orthogonalized", exactly if exact else known):
+    known = products.orthogonalized
+    with mock.patch.object(products, "orthogonalized", exactly if exact else known):
         for step in range(3):
             opt.zero_grad()
             loss_of(model(tokens(n, seed + step))).backward()
@@ -134,7 +133,7 @@ def check_evened(a: Tensor, g: Tensor, momentum: Tensor, direction: Tensor, damp
     found = turned.diagonal()
     assert (turned - found.diag()).abs().max() < 1e-6
     even = s / s.norm()
-    for c1, c3, c5 in orthogonal._TOWARDS_ONE:
+    for c1, c3, c5 in products._TOWARDS_ONE:
         even = c1 * even + c3 * even**3 + c5 * even**5
     assert_close(found, even, 1e-6)
     assert ((found - 1).abs() <= EVEN)[s > 0.02 * s.norm()].all()
@@ -199,13 +198,8 @@ def mlp(n: int = 4, seed: int = 0) -> nn.Module:
 def unlimited() -> Iterator[None]:
     """Steps of any length: limits go by rates, which a test may have to scale."""
 
-    def none(one: Any, *rest: Any, **how: Any) -> Tensor:
-        return torch.full_like(one.roots, math.inf)
-
-    with (
-        mock.patch.object(lengths, "_limit", none),
-        mock.patch.object(lengths, "_MOST_OF_OWN", math.inf),
-    ):
+    constants = ("_FREE", "_FREE_OF_ZEROS_BY_SGD", "_MOST_OF_OWN")
+    with mock.patch.multiple(lengths, **dict.fromkeys(constants, math.inf)):
         yield
 
 
@@ -430,7 +424,7 @@ def test_projections_into_an_attention_are_blocks_of_their_own():
     opt = KFACSGD(model, lr=0.1, damping=0.1)
     x = normal(3, 5, 4)
     loss_of(model(x, x.flip(1), x.square(), need_weights=False)[0]).backward()
-    with stepped_blocks() as found, mock.patch.object(orthogonal, "orthogonalized", exactly):
+    with stepped_blocks() as found, mock.patch.object(products, "orthogonalized", exactly):
         opt.step()
     momenta, directions = found["in_proj"]
     assert len(momenta) == 3
