@@ -361,16 +361,12 @@ def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if found is None or not isinstance(found.layer, ConvLayer):
         return out
     layer, module, view, whole = found.layer, found.layer.module, found.view, found.whole
-    if view.shape != whole.shape or view.stride() != whole.stride():
+    is_view = view.shape != whole.shape or view.stride() != whole.stride()
+    lacks_bias = layer.bias is not None and (bias is None or bias.layer is not layer)
+    if is_view or lacks_bias or module.padding_mode != "zeros":
         return out
-    if layer.bias is not None and (bias is None or bias.layer is not layer):
-        return out
-    if module.padding_mode != "zeros":
-        return out
-    geometry, to_tuple = (
-        {"stride": 1, "padding": 0, "dilation": 1, "groups": 1},
-        _ntuple(layer.dims),
-    )
+    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    to_tuple = _ntuple(layer.dims)
     for i, (name, default) in enumerate(geometry.items()):
         value = _argument(args, kwargs, 3 + i, name, default)
         if to_tuple(value) != to_tuple(getattr(module, name)):

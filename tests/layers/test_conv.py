@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import conv
-from kaisa_optim.layers.base import PassSettings
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 from kaisa_optim.linalg.moments import second_moment
 from tests.layers.cases import Case, channels_last, check, each, freeze, normal
@@ -378,17 +377,3 @@ def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, ker
     scale = expected.diagonal(dim1=1, dim2=2).sqrt()
     error = (moment - expected).abs() / (scale[:, :, None] * scale[:, None])
     assert error.max() < 1e-5
-
-
-def test_a_subclass_with_rows_of_its_own_is_asked_for_them():
-    class Doubled(ConvLayer):
-        def output_rows(self, x, grad):
-            return 2 * super().output_rows(x, grad)
-
-    plain, doubled = (kind("", nn.Conv2d(1, 2, 3, padding=1)) for kind in (ConvLayer, Doubled))
-    grad = torch.randn(2, 2, 8, 7, dtype=torch.float64)
-    moments = [
-        layer.moments(None, grad, (False, True), PassSettings(False, torch.float64))
-        for layer in (plain, doubled)
-    ]
-    torch.testing.assert_close(moments[1].g, 4 * moments[0].g)
