@@ -227,7 +227,8 @@ class Use(Layer):
     reads_dense_only = True
 
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
-        vars(self).update(vars(primary))  # a bias beside the weight may be added by another call
+        # What the primary knows of itself, such as covers; another call may add the bias.
+        vars(self).update(vars(primary))
         self._primary, self.crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs
         self.in_shape = (outputs if crossed else inputs,)
@@ -237,7 +238,7 @@ class Use(Layer):
         size, _ = super().size_of(side, covers)
         weight, _ = self.covers if covers is None else covers
         # A call without the bias is as wide as the primary, whose other side a crossed call meets.
-        side = "ga"[side == "g"] if self.crossed else side
+        side = {"a": "g", "g": "a"}[side] if self.crossed else side
         return size, self.primary.size_of(side, (weight, self.primary.covers_now()[1]))[1]
 
 
