@@ -66,7 +66,6 @@ class ProjectionLayer(Layer):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        assert isinstance(module, nn.MultiheadAttention)
         return "a parametrized projection" if hasattr(module, "parametrizations") else None
 
     @classmethod
@@ -83,8 +82,7 @@ class _AttentionMode(TorchFunctionMode):
 
     def __init__(self, layers: list[Layer], tap: Tap) -> None:
         super().__init__()
-        self.layers = layers
-        self.tap = tap
+        self.layers, self.tap = layers, tap
 
     @torch.compiler.disable  # a compiled model runs its attention as it is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -133,8 +133,7 @@ class Layer:
     task = LEAVE  # the one field that a hook reads; capture writes it once a step
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
-        self.module = module
+        self.name, self.module = name, module
         self.weight: nn.Parameter | None = module._parameters.get("weight")
         self.bias: nn.Parameter | None = module._parameters.get("bias")
         self.trained = (False, False)  # whether weight and bias are in the optimizer's groups

@@ -63,8 +63,12 @@ class _Spatial(Layer):
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
-        (plain, stride), module = self._plain(x, grad), self.module
-        sums = patch_sums(plain, module.kernel_size, stride, module.dilation)
+        (sums, stride), module = self._plain(x, grad), self.module
+        geometry = zip(module.kernel_size, stride, module.dilation, strict=True)
+        for dim, (k, s, d) in enumerate(geometry, start=2):
+            # From the first position to the last.
+            reach = (sums.shape[dim] - d * (k - 1) - 1) // s * s + 1
+            sums = sums.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
         return sums.unflatten(1, (self.blocks, -1)).flatten(2)
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -119,19 +123,6 @@ def windows(
     """Return sliding windows, ``[batch, channels, *positions, *kernel]``, as a view."""
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
-    return x
-
-
-def patch_sums(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
-    """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
-
-    Dimensions beyond the kernel's stay as they are.
-    """
-    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
-        x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
     return x
 
 
@@ -230,12 +221,9 @@ class ConvTransposeLayer(_Spatial):
     def _plain(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Sequence[int]]:
         """Return the input of the plain convolution, which meets the taps in reverse order."""
         module = self.module
-        stuffed = x.new_zeros(
-            *x.shape[:2],
-            *((n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)),
-        )
-        elements = (_ALL, _ALL, *(slice(None, None, s) for s in module.stride))
-        stuffed[elements] = x
+        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)]
+        stuffed = x.new_zeros(*x.shape[:2], *sizes)
+        stuffed[(_ALL, _ALL, *(slice(None, None, s) for s in module.stride))] = x
         pad: list[int] = []
         for i in range(self.dims):
             reach = module.dilation[i] * (module.kernel_size[i] - 1)
