@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kaisa_optim.curvature.rules import EigenRule
 from kaisa_optim.plan.account import Account, Means, Usage
-from kaisa_optim.plan.moves import Sizes
+from kaisa_optim.plan.facts import Sizes
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Papers:
         """Return the bytes that arrive at each rank in a step, as a mean over whole intervals."""
         world = self.account.grid.world
         reduced = 2 * (world - 1) / world * self._factors(packed=self.packed)
-        steps = []
-        for price in self.of_state.price(refresh=self.account.names):
+        steps, ours = [], self.of_state
+        for state, gradients in zip(ours.state(ours.names), ours.gradients, strict=True):
             means: Means = {
                 "factors": reduced / factor_update_steps,
-                "second_order": price["second_order"] / inv_update_steps,
-                "gradients": price["gradients"],
+                "second_order": state / inv_update_steps,
+                "gradients": gradients,
             }
             steps.append(means | {"total": sum(means.values())})
         return steps

@@ -154,9 +154,10 @@ def schemes(
     """What arrives at each rank in a step: ours, ours with bfloat16 on the wire, the papers'."""
     ours = plan(model, strategy, world)
     schedule = Schedule(ours.layers, True)
+    halved = replace(ours, sizes=SIZES._replace(wire=2))
     return {
-        "ours": ours.per_step(schedule, every, refreshed),
-        "bf16": replace(ours, sizes=SIZES._replace(wire=2)).per_step(schedule, every, refreshed),
+        "ours": ours.per_slot(schedule, every, refreshed).per_step(),
+        "bf16": halved.per_slot(schedule, every, refreshed).per_step(),
         "papers": Papers(ours).per_step(every, refreshed),
         "packed": Papers(ours, packed=True).per_step(every, refreshed),
     }
@@ -251,9 +252,8 @@ def waiting(model: str, strategy: str, world: int, staggered: bool) -> Waiting:
     slots = Schedule(found.layers, staggered).refresh_slots(GATHERED, REFRESHED).values()
     busiest = [max(operations(found, names)) for names in slots]
     fair = sum(operations(found, found.names)) / world
-    prices = [found.price(refresh=names) for names in slots]
-    arriving = [rank["second_order"] for ranks in prices for rank in ranks]
-    return Waiting(sum(busiest) / fair, max(busiest) / fair, max(arriving))
+    arriving = max(max(found.state(names)) for names in slots)
+    return Waiting(sum(busiest) / fair, max(busiest) / fair, arriving)
 
 
 def waits(worlds: Sequence[int]) -> str:
@@ -298,7 +298,7 @@ def fractions(model: str, world: int) -> list[tuple[float, float, float]]:
     workers = 1
     while workers <= world:
         ours = account(MODELS[model](), Hybrid(workers / world), world)
-        steps = ours.per_step(Schedule(ours.layers, True), GATHERED, REFRESHED)
+        steps = ours.per_slot(Schedule(ours.layers, True), GATHERED, REFRESHED).per_step()
         found.append((workers / world, largest(ours.memory()), mean(steps)))
         workers *= 2
     return found

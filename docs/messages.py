@@ -73,7 +73,7 @@ class Source:
         self.unknown: list[str] = []  # places whose text was not found
         for call, around, module in self.calls:
             name = called(call)
-            if module == "errors" or not is_source(name):
+            if (around and around[0].name in SOURCES) or not is_source(name):
                 continue
             if name == "warn" and ast.unparse(call.func) not in WARN:
                 continue

@@ -97,20 +97,19 @@ STEPS = {
 SECTIONS = {
     "Building an optimizer": (
         "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "core/coverage", "core/placements",
+        "core/coverage", "core/registry",
     ),
-    "Options": ("core/options", "core/hyperparameters", "core/registry", "checks"),
+    "Options": ("core/options", "core/registry", "errors"),
     "Steps": (
         "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
-        "core/view",
-        "optim/bases", "optim/notices", "capture/hooks", "capture/forward",
+        "optim/bases", "capture/hooks", "capture/forward",
         "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
     "Ranks": ("comm",),
     "Assignment": ("plan/assignment",),
     "Plans": ("tools",),
-    "Checkpoints": ("core/checkpoint", "optim/loading"),
+    "Checkpoints": ("optim/checkpoint",),
     "Schedules": ("optim/scheduler",),
     "Your own layer kind": ("layers",),
 }  # fmt: skip

@@ -31,8 +31,8 @@ LARGER = {"Capture", "Layer"}  # classes that still have more attributes, with t
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 
-# Constructors of public optimizers, and a functional form.
-LONG = {"LAMB.__init__", "lamb"}
+# Constructors of public optimizers
+LONG = {"LAMB.__init__"}
 # Words that show that a docstring does not begin with a verb.
 NO_VERBS = {
     *("A", "All", "An", "Any", "As", "At", "By", "Each", "Every", "For", "From", "How", "In", "It"),
@@ -110,7 +110,7 @@ def is_called(node: ast.AST) -> bool:
 def attributes(node: ast.ClassDef) -> set[str]:
     """Return the names that a class itself sets: in its body, and of ``self`` in its methods."""
     own = [x for x in node.body if isinstance(x, ast.Assign | ast.AnnAssign)]
-    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("Forward[")]
+    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("_setting(")]
     targets = [t for x in own for t in (x.targets if isinstance(x, ast.Assign) else [x.target])]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     return names | {

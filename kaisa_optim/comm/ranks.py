@@ -6,13 +6,14 @@ follows from facts that all of them know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,19 +21,10 @@ from torch import Tensor
 
 from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
-from ..plan.routes import (
-    Bucket,
-    CopyItem,
-    Round,
-    Sized,
-    all_reduced,
-    cargo_bytes,
-    chunks,
-    grouped,
-    overlaps,
-)
+from ..plan.facts import FactorFacts, cargo_bytes
+from ..plan.routes import Bucket, CopyItem, Round, all_reduced, chunks, grouped, overlaps
 
-_IN_FLIGHT = 3  # buckets on their way at once: bounds the memory of buckets that wait
+_STEPS = 3  # of a bucket, and so the buckets on their way at once: bounds their memory
 
 
 class Cargo(Protocol):
@@ -43,7 +35,8 @@ class Cargo(Protocol):
 
 
 C = TypeVar("C", bound=Cargo)
-P = TypeVar("P", bound=Sized)
+T = TypeVar("T")
+P = TypeVar("P", bound=CopyItem | FactorFacts)
 
 
 class GatherItem(NamedTuple):
@@ -56,36 +49,20 @@ class GatherItem(NamedTuple):
     device: torch.device
     tensor: Tensor | None  # on its source
 
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
+class _Flight(NamedTuple):
+    """Bytes on their way from and to all ranks."""
 
-class _Flight(NamedTuple, Generic[P]):
-    """Terms of a bucket on their way."""
-
-    bucket: Bucket[P]
-    dtype: torch.dtype  # of the sums
     sent: Tensor  # kept alive until the exchange ends
     received: Tensor
     work: Any
+    kind: str
 
-
-class _Round(NamedTuple, Generic[C]):
-    """A bucket of copies on its first or second way."""
-
-    bucket: Bucket[CopyItem]
-    sent: Tensor  # kept alive until the exchange ends
-    received: Tensor
-    work: Any  # None: the first hop is left out
-    targets: list[Tensor]  # tensors to fill
-    cargo: list[C]
-
-
-def _is_group(group: Any) -> bool:
-    if not dist.is_available():
-        return False
-    # Ranks outside the group hold a placeholder.
-    return isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER
+    def wait(self) -> Tensor:
+        """Return what has arrived, once it is all there."""
+        with _named(f"receiving {self.kind}"):
+            self.work.wait()
+        return self.received
 
 
 class Ranks:
@@ -94,6 +71,8 @@ class Ranks:
     Copies within a column or a row of the grid go over the whole group, too: groups of their own
     would be many, and ranks that are not in ``group`` would have to take part in making them.
     """
+
+    status_device: str | None = None  # that carries the status numbers, if the CPU has no backend
 
     def __init__(
         self,
@@ -107,7 +86,11 @@ class Ranks:
         self.comm_dtype = comm_dtype
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
         self.group = group
-        if group is not None and not _is_group(group):
+        # Ranks outside the group hold a placeholder.
+        if group is not None and not (
+            dist.is_available()
+            and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER)
+        ):
             must = (
                 "it must be a torch.distributed process group, as new_group() makes one or a "
                 "DeviceMesh's get_group(), or None for the default group"
@@ -128,11 +111,7 @@ class Ranks:
             self._host = torch.device(self.group._device_types[0])
             if device is not None and device.type == self._host.type:
                 self._host = device
-
-    @property
-    def status_device(self) -> str | None:
-        """The device whose backend carries the status numbers, if the CPU has no backend."""
-        return None if self._host.type == "cpu" else self._host.type
+            self.status_device = self._host.type
 
     def members(self) -> list[int]:
         """Return the global ranks, in the order of this group's ranks."""
@@ -184,7 +163,7 @@ class Ranks:
         """
         added: list[tuple[Bucket[P], Tensor]] = []
         coming = [0] * self.world  # bytes of these buckets that each owner is to receive
-        for bucket, piece in self._added_pieces(loads, kind):
+        for bucket, piece in _in_turns(map(functools.partial(self._sum, kind), loads)):
             sizes = [size * piece.itemsize for size in bucket.sizes.values()]
             most = max(map(sum, zip(coming, sizes, strict=True)))
             if added and (
@@ -198,35 +177,26 @@ class Ranks:
         if added:
             yield self._to_owners(added, kind)
 
-    def _added_pieces(
-        self, loads: Iterable[tuple[Bucket[P], list[Tensor]]], kind: str
-    ) -> Iterator[tuple[Bucket[P], Tensor]]:
-        """Yield the sums of this rank's pieces, while the terms of the next are on their way."""
-        on_the_way: deque[_Flight[P]] = deque()
-        for bucket, terms in loads:
-            on_the_way.append(self._send(bucket, terms, kind))
-            del terms  # free them before the next load is made
-            if len(on_the_way) == _IN_FLIGHT:
-                yield self._add_up(on_the_way.popleft(), kind)
-        while on_the_way:
-            yield self._add_up(on_the_way.popleft(), kind)
-
-    def _send(self, bucket: Bucket[P], terms: list[Tensor], kind: str) -> _Flight[P]:
-        """Send every rank this rank's terms of its piece."""
-        dtype = terms[0].dtype
-        flat = terms[0].new_zeros(bucket.size, dtype=self.comm_dtype or dtype)
+    def _sum(
+        self, kind: str, load: tuple[Bucket[P], list[Tensor]]
+    ) -> Iterator[list[tuple[Bucket[P], Tensor]]]:
+        """Send every rank this rank's terms of its piece; yield the sum of this rank's piece."""
+        bucket, terms = load
+        dtype, wire = terms[0].dtype, self.comm_dtype or terms[0].dtype
+        flat = terms[0].new_zeros(bucket.size, dtype=wire)
         places = zip(bucket.items, bucket.starts, strict=True)
         torch._foreach_copy_([flat[start : start + x.size] for x, start in places], terms)
+        del load, terms  # free them before the next load is made
         sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
-        received = flat.new_empty(self.world * sizes[self.rank])
-        work = self._exchange(received, [sizes[self.rank]] * self.world, flat, sizes, kind)
-        return _Flight(bucket, dtype, flat, received, work)
-
-    def _add_up(self, flight: _Flight[P], kind: str) -> tuple[Bucket[P], Tensor]:
-        with _named(f"receiving {kind}"):
-            flight.work.wait()
-        rows = flight.received.view(self.world, -1).to(flight.dtype)
-        return flight.bucket, _added_up(rows).clone()  # a view would keep all rows
+        flight = self._exchange(flat, sizes, [sizes[self.rank]] * self.world, kind)
+        del flat
+        yield []
+        yield []
+        rows = flight.wait().view(self.world, -1).to(dtype)
+        del flight
+        piece = _added_up(rows).clone()  # a view would keep all rows
+        del rows
+        yield [(bucket, piece)]
 
     def _to_owners(
         self, added: list[tuple[Bucket[P], Tensor]], kind: str
@@ -235,33 +205,29 @@ class Ranks:
 
         The list is emptied.
         """
-        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
-        incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+        leaving: list[tuple[Tensor, ...]] = []
+        arriving: list[tuple[Tensor, ...]] = []
         sums: list[tuple[P, Tensor]] = []
         for bucket, piece in added:
-            room = piece.new_empty(bucket.sizes[self.rank])
-            leaving = piece.split(overlaps(bucket.pieces, self.rank, bucket.owned))
-            arriving = room.split(overlaps(bucket.owned, self.rank, bucket.pieces))
-            for rank in range(self.world):
-                outgoing[rank].append(leaving[rank])
-                incoming[rank].append(arriving[rank])
+            room, first = piece.new_empty(bucket.sizes[self.rank]), bucket.owned[self.rank]
+            leaving.append(piece.split(overlaps(bucket.pieces, self.rank, bucket.owned)))
+            arriving.append(room.split(overlaps(bucket.owned, self.rank, bucket.pieces)))
             for item, start in zip(bucket.items, bucket.starts, strict=True):
                 if item.owner == self.rank:
-                    first = start - bucket.owned[self.rank]
-                    sums.append((item, room[first : first + item.size]))
+                    sums.append((item, room[start - first : start - first + item.size]))
         device = added[0][1].device
         added.clear()
-        self.all_to_all(outgoing, incoming, device, kind)
+        self.all_to_all([*zip(*leaving, strict=True)], [*zip(*arriving, strict=True)], device, kind)
         return sums
 
     def _exchange(
-        self, received: Tensor, sizes_in: list[int], sent: Tensor, sizes_out: list[int], kind: str
-    ) -> Any:
+        self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], kind: str
+    ) -> _Flight:
         """Start an all-to-all; as bytes, since not every backend takes every dtype."""
-        item = sent.dtype.itemsize
+        received, item = sent.new_empty(sum(sizes_in)), sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
-            return dist.all_to_all_single(
+            work = dist.all_to_all_single(
                 received.view(torch.uint8),
                 sent.view(torch.uint8),
                 [n * item for n in sizes_in],
@@ -269,33 +235,32 @@ class Ranks:
                 group=self.group,
                 async_op=True,
             )
+        return _Flight(sent, received, work, kind)
 
     # ---- copies ----
 
     def all_to_all(
         self,
-        outgoing: list[list[Tensor]],
-        incoming: list[list[Tensor]],
+        outgoing: Sequence[Sequence[Tensor]],
+        incoming: Sequence[Sequence[Tensor]],
         device: torch.device,
         kind: str,
     ) -> None:
         """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
         if self.world == 1:
-            torch._foreach_copy_(incoming[0], outgoing[0])
+            torch._foreach_copy_([*incoming[0]], [*outgoing[0]])
             return
         sent = _carved([t for tensors in outgoing for t in tensors], device)
-        sizes = [[cargo_bytes(t.nbytes for t in x) for x in part] for part in (outgoing, incoming)]
-        received = sent.new_empty(sum(sizes[1]))
-        work = self._exchange(received, sizes[1], sent, sizes[0], kind)
-        with _named(f"exchanging {kind}"):
-            work.wait()
+        sizes_out, sizes_in = [*map(_bytes_of, outgoing)], [*map(_bytes_of, incoming)]
+        received = self._exchange(sent, sizes_out, sizes_in, kind).wait()
         _unload(received, [t for tensors in incoming for t in tensors])
 
     def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         gathered: dict[Any, Tensor] = {}
         for same in grouped(items, lambda item: item.device).values():
-            for chunk in chunks(same, GatherItem.bytes, self.bucket_bytes):
+            parts = chunks(same, lambda x: math.prod(x.shape) * x.dtype.itemsize, self.bucket_bytes)
+            for chunk in parts:
                 outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
                 incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
                 for x in chunk:
@@ -326,68 +291,55 @@ class Ranks:
         are still on their way. With ``ahead``, all remaining cargo is made before this rank first
         waits for another. The first hop is left out if every member owns its piece.
         """
-        scattered: deque[_Round[C]] = deque()
-        on_the_way: deque[_Round[C]] = deque()
-        for buckets in rounds:
-            members = [bucket for bucket in buckets if self.rank in bucket.sizes]
-            bucket: Bucket[CopyItem] = members[0] if members else Bucket([], [self.rank])
-            straight = all(each.pieces == each.owned for each in buckets)
-            loaded = list(itertools.islice(cargo, len(bucket.items)))
-            scattered.append(self._scatter(bucket, loaded, device, kind, straight))
-            while scattered and (len(scattered) > 1 or scattered[0].work is None):
-                if ahead and scattered[0].work is not None:
-                    cargo = iter(list(cargo))
-                on_the_way.append(self._pass_on(scattered.popleft(), kind))
-            if len(scattered) + len(on_the_way) == _IN_FLIGHT:
-                cargo = iter(list(cargo)) if ahead else cargo
-                yield from _arrived(on_the_way.popleft(), kind)
-        while scattered:
-            on_the_way.append(self._pass_on(scattered.popleft(), kind))
-        while on_the_way:
-            yield from _arrived(on_the_way.popleft(), kind)
 
-    def _scatter(
+        def tasks() -> Iterator[Iterator[list[C]]]:
+            nonlocal cargo
+            for number, buckets in enumerate(rounds):
+                members = [bucket for bucket in buckets if self.rank in bucket.sizes]
+                bucket: Bucket[CopyItem] = members[0] if members else Bucket([], [self.rank])
+                straight = all(each.pieces == each.owned for each in buckets)
+                loaded = list(itertools.islice(cargo, len(bucket.items)))
+                yield self._copy(bucket, loaded, device, kind, straight)
+                if ahead and (not straight or number + 2 == _STEPS):  # the next turn may wait
+                    cargo = iter(list(cargo))
+
+        yield from _in_turns(tasks())
+
+    def _copy(
         self,
         bucket: Bucket[CopyItem],
         cargo: list[list[C]],
         device: torch.device,
         kind: str,
         straight: bool,
-    ) -> _Round[C]:
-        """Send each member its piece of this rank's items."""
+    ) -> Iterator[list[C]]:
+        """Send each member its piece of this rank's items, and all members this rank's piece."""
         tensors: dict[bool, list[Tensor]] = {True: [], False: []}
         for item, parts in zip(bucket.items, cargo, strict=True):
             tensors[item.owner == self.rank] += [t for part in parts for t in part.tensors]
-        sent = _carved(tensors[True], device)
-        loaded = [part for parts in cargo for part in parts]
-        if straight:  # every member has its piece
-            return _Round(bucket, sent, sent, None, tensors[False], loaded)
-        at = list(bucket.sizes).index(self.rank)
-        sizes_in = self._by_rank(bucket, overlaps(bucket.pieces, at, bucket.owned))
-        sizes_out = self._by_rank(bucket, overlaps(bucket.owned, at, bucket.pieces))
-        received = sent.new_empty(sum(sizes_in))
-        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
-        return _Round(bucket, sent, received, work, tensors[False], loaded)
-
-    def _pass_on(self, scattered: _Round[C], kind: str) -> _Round[C]:
-        """Send this rank's piece to all members, each without the bytes that came from it."""
-        if scattered.work is not None:
-            with _named(f"receiving {kind}"):
-                scattered.work.wait()
-        bucket, piece = scattered.bucket, scattered.received
-        at = list(bucket.sizes).index(self.rank)
-        first = bucket.pieces[at]
-        parts: list[Tensor] = []
+        piece, at = _carved(tensors.pop(True), device), list(bucket.sizes).index(self.rank)
+        of_owners = overlaps(bucket.pieces, at, bucket.owned)  # parts of this rank's piece
+        of_pieces = overlaps(bucket.owned, at, bucket.pieces)  # parts of this rank's items
+        if not straight:  # else every member has its piece
+            sizes = self._by_rank(bucket, of_pieces), self._by_rank(bucket, of_owners)
+            flight = self._exchange(piece, *sizes, kind)
+            yield []
+            piece = flight.wait()
+        # A member does not get back the bytes that came from it.
+        first, sent = bucket.pieces[at], list[Tensor]()
         for start, stop in itertools.pairwise(bucket.owned):
-            parts += [piece[: max(0, start - first)], piece[max(0, stop - first) :]]
+            sent += [piece[: max(0, start - first)], piece[max(0, stop - first) :]]
         lengths = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
-        present = overlaps(bucket.owned, at, bucket.pieces)  # parts that came from this rank
-        sizes_in = self._by_rank(bucket, [*map(operator.sub, lengths, present)])
-        owned = overlaps(bucket.pieces, at, bucket.owned)
-        sizes_out = self._by_rank(bucket, [len(piece) - size for size in owned])
-        sent, received = torch.cat(parts), piece.new_empty(sum(sizes_in))
-        work = self._exchange(received, sizes_in, sent, sizes_out, kind)
-        return scattered._replace(sent=sent, received=received, work=work)
+        sizes_in = self._by_rank(bucket, [*map(operator.sub, lengths, of_pieces)])
+        sizes_out = self._by_rank(bucket, [len(piece) - size for size in of_owners])
+        flight = self._exchange(torch.cat(sent), sizes_out, sizes_in, kind)
+        del piece, sent
+        yield []
+        if straight:
+            yield []
+        _unload(flight.wait(), tensors[False])
+        del flight
+        yield [part for parts in cargo for part in parts]
 
     def _by_rank(self, bucket: Bucket[CopyItem], sizes: list[int]) -> list[int]:
         """Return sizes of a bucket's members as sizes of all ranks."""
@@ -397,12 +349,20 @@ class Ranks:
         return every
 
 
-def _arrived(last: _Round[C], kind: str) -> list[C]:
-    """Wait for a bucket's last bytes; return its cargo, filled."""
-    with _named(f"receiving {kind}"):
-        last.work.wait()
-    _unload(last.received, last.targets)
-    return last.cargo
+def _in_turns(tasks: Iterable[Iterator[list[T]]]) -> Iterator[T]:
+    """Yield what the steps of each task yield; in a turn, each task on its way takes one step.
+
+    All ranks run the same tasks, so that they send in one order.
+    """
+    running: deque[Iterator[list[T]]] = deque()
+    for turn, task in enumerate(itertools.chain(tasks, [None] * (_STEPS - 1)), 1):
+        if task is not None:
+            running.append(task)
+        # By number: a variable would keep the tensors of a task that has ended.
+        for number in reversed(range(len(running))):
+            yield from next(running[number])
+        if turn >= _STEPS:
+            running.popleft()
 
 
 def _added_up(rows: Tensor) -> Tensor:
@@ -419,10 +379,13 @@ def _added_up(rows: Tensor) -> Tensor:
     return rows[0]
 
 
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    return cargo_bytes(tensor.nbytes for tensor in tensors)
+
+
 def _carved(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Return one buffer with the bytes of all tensors."""
-    size = cargo_bytes(tensor.nbytes for tensor in tensors)
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer = torch.empty(_bytes_of(tensors), dtype=torch.uint8, device=device)
     if tensors:
         torch._foreach_copy_(_views(buffer, tensors), tensors)
     return buffer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,11 @@ if torch.distributed.is_available():
 else:
     _SHARDED = ()
 from ..errors import invalid_because
+from ..plan.facts import ShardPlaces
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
     return isinstance(tensor, _SHARDED)
-
-
-def _split(placements: Iterable[Any]) -> list[int]:
-    """Return the mesh dimensions over which a tensor is divided."""
-    return [i for i, placement in enumerate(placements) if type(placement) is Shard]
 
 
 def cut_otherwise(model: nn.Module) -> list[Tensor]:
@@ -35,34 +31,16 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
     """
     if not _SHARDED:
         return []
-    sharded = [p for p in model.parameters() if is_sharded(p)]
+    sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     wrapped = (m for m in model.modules() if isinstance(m, FSDPModule)) if sharded else ()
     gathered = {p for module in wrapped for p in module.parameters()}
-
-    def follows(p: Any) -> bool:
+    cut = []
+    for p in sharded:
         plain = all(type(x) in (Shard, Replicate) for x in p.placements)
-        return p in gathered and plain and len(_split(p.placements)) <= 1
-
-    return [p for p in sharded if not follows(p)]
-
-
-class ShardPlaces(NamedTuple):
-    """The places of one parameter's parts; ranks are numbered in K-FAC's group."""
-
-    dim: int
-    extents: tuple[tuple[int, int], ...]  # each rank's start and length along ``dim``
-    replicas: tuple[tuple[int, ...], ...]  # for each rank, the copy that its part belongs to
-    shape: tuple[int, ...]  # of the whole
-
-    def sends(self, source: int, to: int) -> bool:
-        """Return whether ``source`` sends ``to`` a part: of the same copy, and not empty."""
-        return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
-
-    def part(self, whole: Tensor, rank: int) -> Tensor:
-        return whole.narrow(self.dim, *self.extents[rank])
-
-    def part_shape(self, rank: int) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
+        divided = sum(type(x) is Shard for x in p.placements)
+        if p not in gathered or not plain or divided > 1:
+            cut.append(p)
+    return cut
 
 
 def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
@@ -75,7 +53,7 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
             f"{ranks}; pass the group of all ranks of that mesh"
         )
         raise invalid_because("process_group", why)
-    split = _split(placements)
+    split = [i for i, x in enumerate(placements) if type(x) is Shard]  # mesh dimensions
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
     size = parameter.shape[dim]
     ways = mesh.shape[split[0]] if split else 1
@@ -86,9 +64,8 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
         index = at[split[0]] if split else 0
         start = min(size, index * chunk)
         extents[rank] = start, min(size, start + chunk) - start
+        # Of a parameter that is not split, every rank has a whole copy of its own.
         replicas[rank] = tuple(x for i, x in enumerate(at) if i not in split[:1])
-        if not split:  # every rank has all of it, itself included
-            replicas[rank] = at
     return ShardPlaces(
         dim,
         tuple(extents[rank] for rank in ranks),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,9 +14,26 @@ from torch.nn.parameter import UninitializedParameter
 from ..capture.hooks import refuse_data_parallel
 from ..comm.sharding import cut_otherwise, is_sharded
 from ..errors import invalid_because
-from ..layers import Layer, check_sizes, declared, kind_of
+from ..layers import (
+    SCALES,
+    Conv1DLayer,
+    EmbeddingLayer,
+    Layer,
+    LinearLayer,
+    MatrixLayer,
+    check_sizes,
+    declared,
+    kind_of,
+)
 from ..plan.facts import widest
-from .ties import Candidates, tie
+
+_CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
+_PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
+_MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer  # kinds that may share a weight
+
+Candidates = list[tuple[Layer, list[Tensor]]]  # a layer, and its module's trained parameters
+Reasons = dict[Tensor | None, str]  # why a parameter is left to the base
 
 
 @dataclass
@@ -69,20 +85,12 @@ class CoverageReport:
         see = "print(optimizer.preconditioner)"
         return f"{self.amount}; the base optimizer updates the rest ({shown}): {see}"
 
-    def named(self, limit: int = 10) -> str:
-        """Return the largest parameters that are left, a line each."""
-        lines = [f"  {name}: {size}, {why}" for name, (size, why) in self.left.items()]
-        rest = len(lines) - limit
-        return "\n".join(lines[:limit] + ([f"  and {rest} more"] if rest > 0 else []))
-
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the user's own module from inside DDP and torch.compile."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner: object = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)  # torch.compile's wrapper
+        is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        inner = getattr(model, "module" if is_ddp else "_orig_mod", None)
         if not isinstance(inner, nn.Module):
             return model
         model = inner
@@ -97,39 +105,38 @@ def cover(
     papers_only: bool,
 ) -> Coverage:
     """Match the model's modules with the layer kinds, for the parameters in ``trained``."""
-    names = _parameter_names(model)
-    found, candidates = Coverage(), Candidates()
+    names = _checked_names(model, trained)
+    model, found, candidates = unwrapped(model), Coverage(), Candidates()
     skipped_by = _skipped_modules(model, skip_layers, found.unmatched)
-    reasons: dict[Tensor | None, str] = {}
+    reasons: Reasons = {}
     claimed: set[nn.Module] = set()  # parts of a covered module
     for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p in trained]
         if module in claimed:
             continue
+        trains = [p for p in module._parameters.values() if p in trained]
         if module in skipped_by:
-            found.skipped.update((names[p][0], skipped_by[module]) for p in own)
-            reasons.update((p, "") for p in own)
+            found.skipped.update((names[p][0], skipped_by[module]) for p in trains)
+            reasons.update((p, "") for p in trains)
             continue
         kind = kind_of(module)
         reason = _why_not(module, kind)
-        if kind is not None and kind.intercepts():  # such a module calls no part as a module
-            inner = [child for child in module.modules() if child is not module]
-            claimed.update(inner)
-            own += [p for child in inner for p in child._parameters.values() if p in trained]
-        if kind is None or reason is not None:
-            reasons.update((p, reason or "") for p in own)
-        if kind is None and own:
-            watched = _watched(name, module, reasons)
-            candidates.extend((layer, own) for layer in watched)
-        elif kind is not None and reason is None:
-            claimed.update(child for child in module.modules() if child is not module)
-            candidates += [(layer, own) for layer in kind.layers_of(name, module)]
+        if kind is not None and (reason is None or kind.intercepts()):
+            parts = [part for part in module.modules() if part is not module]
+            claimed.update(parts)
+            if kind.intercepts():  # such a module calls no part as a module
+                trains += [p for x in parts for p in x._parameters.values() if p in trained]
+        if kind is not None and reason is None:
+            candidates += [(layer, trains) for layer in kind.layers_of(name, module)]
+            continue
+        reasons.update((p, reason or "") for p in trains)
+        if kind is None and trains:
+            candidates += [(layer, trains) for layer in _watched(name, module, reasons)]
     reasons = {**dict.fromkeys(cut_otherwise(model), _CUT), **reasons}
-    tied = set() if papers_only else tie(candidates, names, reasons)
-    for layer, own in candidates:
+    tied = set() if papers_only else _tie(candidates, names, reasons)
+    for layer, trains in candidates:
         if papers_only and (layer.by_use or not layer.in_papers):
-            reasons |= {p: _PAPERS_ONLY for p in own if p not in reasons}
-        elif layer.weight in tied or _claims(layer, own, names, reasons):
+            reasons |= {p: _PAPERS_ONLY for p in trains if p not in reasons}
+        elif layer.weight in tied or _claims(layer, trains, names, reasons):
             has_bias = layer.bias is not None and layer.bias in trained
             layer.trained = (layer.weight in trained, has_bias)
             if any(layer.trained):
@@ -145,7 +152,69 @@ def cover(
     return found
 
 
-def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) -> list[Layer]:
+def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> dict[Tensor, list[str]]:
+    """Return every name under which a parameter is registered, each module counted once.
+
+    Refuse wrappers under which no layer has a matrix, and trained parameters that are not the
+    model's, or have no shape yet.
+    """
+    for module in model.modules():
+        refuse_data_parallel(module)
+        if type(module).__name__ == "FullyShardedDataParallel":
+            why = (
+                "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
+                "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+                "DistributedDataParallel"
+            )
+            raise invalid_because("model", why)
+    names: dict[Tensor, list[str]] = {}
+    for prefix, module in unwrapped(model).named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                names.setdefault(p, []).append(f"{prefix}.{name}" if prefix else name)
+    for p in trained:
+        if p not in names:
+            why = (
+                f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
+                "model whose parameters you optimize as model="
+            )
+            raise invalid_because("params", why)
+        if isinstance(p, UninitializedParameter):
+            why = (
+                f"{names[p][0]} has no shape yet; run the lazy model once before you build the "
+                "optimizer"
+            )
+            raise invalid_because("params", why)
+    return names
+
+
+def _tie(layers: Candidates, names: dict[Tensor, list[str]], reasons: Reasons) -> set[Tensor]:
+    """Make one layer of each table or matrix that several modules share; return these weights.
+
+    The layer takes the rows of all uses. The base optimizer steps the biases of these modules.
+    """
+    tied: set[Tensor] = set()
+    users_of: dict[Tensor, list[Layer]] = {}
+    for layer, _ in layers:
+        if layer.weight is not None and len(names[layer.weight]) > 1:
+            users_of.setdefault(layer.weight, []).append(layer)
+    for weight, users in users_of.items():
+        plain = all(type(layer) in _MATRICES and layer.blocks == 1 for layer in users)
+        if not plain or len(users) != len(names[weight]):  # some module has no layer
+            continue
+        # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
+        primary = next((layer for layer in users if layer.diagonal_input), users[0])
+        tied.add(weight)
+        primary.tied = len({layer.input_dim for layer in users}) > 1
+        primary.watched_in = tuple(dict.fromkeys(layer.module for layer in users))
+        for layer in users:
+            if layer.bias is not None:
+                reasons[layer.bias], layer.bias = SCALES, None
+        layers[:] = [x for x in layers if x[0] is primary or x[0] not in users]
+    return tied
+
+
+def _watched(name: str, module: nn.Module, reasons: Reasons) -> list[Layer]:
     """Return layers for a module's parameters; their use will be watched."""
     kind = kind_of(module, overridden=True)
     layers: list[Layer] = []
@@ -163,10 +232,7 @@ def _watched(name: str, module: nn.Module, reasons: dict[Tensor | None, str]) ->
 
 
 def _claims(
-    layer: Layer,
-    own: list[Tensor],
-    names: dict[Tensor, list[str]],
-    reasons: dict[Tensor | None, str],
+    layer: Layer, trains: list[Tensor], names: dict[Tensor, list[str]], reasons: Reasons
 ) -> bool:
     """Return whether a layer's weight is its own; note why other parameters are left out."""
     for parameter in (layer.weight, layer.bias):
@@ -176,29 +242,15 @@ def _claims(
         # A weight that is computed, or used elsewhere too, is no Kronecker product here.
         reason = f"{type(layer.module).__name__} whose weight is no parameter of its own"
         inner = [p for part in layer.module.modules() for p in part._parameters.values()]
-        reasons.update(
-            (p, reason) for p in (inner if layer.weight is None else own) if p not in reasons
-        )
+        unread = inner if layer.weight is None else trains
+        reasons.update((p, reason) for p in unread if p not in reasons)
         return False
     if layer.bias in reasons:
         layer.bias = None
     return True
 
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse FullyShardedDataParallel and DataParallel around a model or within it."""
-    for module in model.modules():
-        refuse_data_parallel(module)
-    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
-        why = (
-            "FullyShardedDataParallel flattens parameters, so that no layer has a weight matrix "
-            "left; use torch.distributed.fsdp.fully_shard, its successor, or "
-            "DistributedDataParallel"
-        )
-        raise invalid_because("model", why)
-
-
-def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]) -> None:
+def _leave_out_biases_in_part(found: Coverage, reasons: Reasons) -> None:
     """Uncover a bias if some of its rows belong to no layer: its step would lack these rows."""
     rows: Counter[Tensor] = Counter()
     for layer in found.layers.values():
@@ -214,39 +266,6 @@ def _leave_out_biases_in_part(found: Coverage, reasons: dict[Tensor | None, str]
                 del found.layers[name]
 
 
-_CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
-_PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
-BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
-
-
-def _parameter_names(model: nn.Module) -> dict[Tensor, list[str]]:
-    """Return every name under which a parameter is registered, each module counted once."""
-    names: dict[Tensor, list[str]] = {}
-    for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
-    return names
-
-
-def check_trained(model: nn.Module, trained: Iterable[Tensor]) -> None:
-    """Refuse parameters that are not the model's, or have no shape yet."""
-    names = _parameter_names(model)
-    for parameter in trained:
-        if parameter not in names:
-            why = (
-                f"a parameter of shape {tuple(parameter.shape)} does not belong to the model; "
-                "pass the model whose parameters you optimize as model="
-            )
-            raise invalid_because("params", why)
-        if isinstance(parameter, UninitializedParameter):
-            why = (
-                f"{names[parameter][0]} has no shape yet; run the lazy model once before you "
-                "build the optimizer"
-            )
-            raise invalid_because("params", why)
-
-
 class Homes:
     """The modules that hold the groups' parameters; wrappers may replace modules or parameters."""
 
@@ -254,7 +273,7 @@ class Homes:
         self, model: nn.Module, groups: list[dict[str, Any]], parameters: Collection[Tensor]
     ) -> None:
         self._model = model
-        self._listed = [p for group in groups for p in group["params"]]
+        self._listed = {id(p): p for group in groups for p in group["params"]}
         # fully_shard puts a whole parameter in a sharded one's place for a while.
         self._places = [
             (p, module._parameters, name, f"{prefix}.{name}" if prefix else name)
@@ -274,9 +293,9 @@ class Homes:
                 "no step would change the weight that replaces it; call to_empty, load or "
                 "initialize the weights, then build the optimizer"
             )
-        listed = [p for group in groups for p in group["params"]]
-        same = len(listed) == len(self._listed) and all(map(operator.is_, listed, self._listed))
-        for p in () if same else set(listed).difference(self._listed):
+        # By id, which is safe since the parameters are held: to hash a tensor is a call of Python.
+        listed = self._listed
+        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
             raise RuntimeError(
                 f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
                 "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
@@ -285,15 +304,14 @@ class Homes:
                 'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
                 "does. Add parameters of the model by add_param_group"
             )
-        for p, own, name, title in self._places:
-            now = own[name] if name in own else None  # noqa: SIM401 (TorchScript's has no get)
+        for p, held, name, title in self._places:
+            now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
             if now is not p and all(p is not other for other in self._model.parameters()):
                 raise RuntimeError(
-                    f"Invalid params: the parameters of the groups are not the model's any more: "
-                    f"{title} is a {type(now).__name__} that the optimizer was not "
-                    "given. Build the optimizer after fully_shard, after "
-                    "load_state_dict(assign=True) and after whatever else replaces parameters, or "
-                    "give it the new ones by add_param_group"
+                    "Invalid params: the parameters of the groups are not the model's any more: "
+                    f"{title} is a {type(now).__name__} that the optimizer was not given. Build "
+                    "the optimizer after fully_shard, after load_state_dict(assign=True) and after "
+                    "whatever else replaces parameters, or give it the new ones by add_param_group"
                 )
 
 

@@ -17,8 +17,7 @@ from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
-from ..plan.moves import state_rounds, sum_buckets
-from ..plan.routes import Bucket
+from ..plan.routes import Bucket, state_rounds, sum_buckets
 from ..plan.step_plan import AgreedStep
 from ..stages import stage
 from .plan import Groups

@@ -1,4 +1,7 @@
-"""The K-FAC options, each declared once: signatures, checks and documentation are derived."""
+"""The K-FAC options, each declared once: signatures, checks and documentation are derived.
+
+Some may change at any time: :class:`Hyperparameters` has their values of now.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from ..checks import check_callable, check_flag, is_real, is_whole
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, check_flag, invalid, invalid_because, is_real
 from ..plan.assignment import WorkAssignment, check_fraction, choose
 from ..plan.facts import WIDEST
 
+if TYPE_CHECKING:
+    from ..capture.hooks import Capture
+    from ..curvature.sums import FactorSums
+
 Check = Callable[[str, Any], Any]
+Schedule = Callable[[int], Any]
 Group = dict[str, Any]  # one of the optimizer's param_groups
 AUTO = "auto"  # the fraction is chosen by a plan
 
@@ -41,20 +50,15 @@ _OFTEN, _SELDOM = 20, 50
 # ---- checks: (name, value) -> the settled value ----
 
 
-def _real(fits: Callable[[float], bool], must: str) -> Check:
-    def check(name: str, value: Any) -> float:
-        if not is_real(value) or not fits(value):
+def _number(
+    fits: Callable[[float], bool], must: str, *, whole: bool = False, none: bool = False
+) -> Check:
+    def check(name: str, value: Any) -> float | None:
+        if none and value is None:
+            return None
+        if not is_real(value) or not fits(value) or (whole and not float(value).is_integer()):
             raise invalid(name, value, f"it must be {must}")
-        return float(value)
-
-    return check
-
-
-def _whole(least: int, must: str) -> Check:
-    def check(name: str, value: Any) -> int:
-        if not is_whole(value) or value < least:
-            raise invalid(name, value, f"it must be {must}")
-        return int(value)
+        return int(value) if whole else float(value)
 
     return check
 
@@ -67,10 +71,6 @@ def _one_of(*choices: Any, must: str = "") -> Check:
         return value
 
     return check
-
-
-def _or_none(check: Check) -> Check:
-    return lambda name, value: None if value is None else check(name, value)
 
 
 def _above_zero(value: float) -> bool:
@@ -99,16 +99,13 @@ def check_budget(name: str, value: Any) -> int | float | None:
     return float(size) if size < 1 else int(size)
 
 
-_interval = _whole(1, "a whole number of steps, at least 1")
-
-
 def _grad_scaler(name: str, value: Any) -> Any:
     if callable(value):
         check_callable(name, value)
     elif is_real(value):
         if not value > 0:
             raise invalid(name, value, "a scale must be above 0")
-    elif not (value is None or isinstance(value, torch.Tensor) or hasattr(value, "get_scale")):
+    elif not (value is None or isinstance(value, Tensor) or hasattr(value, "get_scale")):
         raise invalid(name, value, "it must be a torch.amp.GradScaler, a number or a callable")
     return value
 
@@ -120,7 +117,7 @@ def _loss_terms(name: str, value: Any) -> str | float:
         '"examples", "positions" or the number of terms, above 0, that the losses of one step '
         "average on this rank"
     )
-    return _real(_above_zero, must)(name, value)
+    return _number(_above_zero, must)(name, value)
 
 
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
@@ -143,10 +140,6 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
     if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
         must = "a floating torch.dtype, or None for float32 (float64 for float64 parameters)"
         raise invalid(name, value, f"it must be {must}")
-    return value
-
-
-def _unchecked(name: str, value: Any) -> Any:
     return value
 
 
@@ -180,34 +173,21 @@ class Option:
     guide: str = ""  # page and anchor in docs/guides
 
 
-def differs(value: Any, default: Any) -> bool:
-    """Return whether an option was asked for. An unchecked tensor is not compared by ``==``."""
-    plain = isinstance(value, int | float | str)
-    return value is not default and not (plain and value == default)
-
-
-def _early(options: Options) -> tuple[int, ...]:
-    """Return early steps where the first batches' state would else be kept for long."""
-    every = options.inv_update_steps
-    seldom = not callable(every) and every >= _SELDOM
-    early = options.compute_method == "polar" or seldom
-    return EARLY if early and not options.kaisa_scaling else ()
-
-
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
 _INVERSE = ("inverse",)
+_INTERVAL = _number(lambda x: x >= 1, "a whole number of steps, at least 1", whole=True)
 
 
 # fmt: off
 _CURVATURE = (
     Option("damping", None, f"{_FLOAT} | None",
-           _real(_above_zero, "a number above 0, such as 1e-2"),
+           _number(_above_zero, "a number above 0, such as 1e-2"),
            'Added to the curvature; a parameter group may have its own. Of "polar" it is a share '
            "of each factor's mean eigenvalue. None: 0.01, or 0.005 for the other methods.",
            "group", schedulable=True,
            follows=lambda options: _SHARE if options.compute_method == "polar" else DAMPING),
-    Option("factor_decay", 0.95, _FLOAT, _real(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
+    Option("factor_decay", 0.95, _FLOAT, _number(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
            "β of the factors' running average; a parameter group may have its own. 0: the newest "
            "statistics replace the average.",
            "group", schedulable=True),
@@ -224,7 +204,7 @@ _CURVATURE = (
            '"expand": one row for each position; "reduce": one row for each example.',
            conflicts=(_WITHOUT_K,)),
     Option("statistics_fraction", 1.0, _FLOAT,
-           _real(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
+           _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
                  "examples"),
            "The part of the examples from which statistics are taken.",
            "optimizer", schedulable=True, guide="tuning.md#statistics-of-a-part-of-the-batch"),
@@ -240,7 +220,7 @@ _CURVATURE = (
            "optimizer", own_of_rank=True, of_papers=True, guide="precision.md"),
     Option("skip_layers", (), "str | Sequence[str]", _patterns,
            "Patterns of layers to leave alone, searched in qualified names and class names."),
-    Option("max_factor_size", None, "float | None", _real(lambda x: x >= 1, "1 or more"),
+    Option("max_factor_size", None, "float | None", _number(lambda x: x >= 1, "1 or more"),
            "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
            "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 513 for a side "
            "at least 64 times as wide as the other, such as an adapter's, with "
@@ -249,10 +229,10 @@ _CURVATURE = (
            if options.compute_method == "polar" and not options.kaisa_scaling else WIDEST),
 )
 _REFRESHES = (
-    Option("factor_update_steps", 10, _STEPS, _interval,
+    Option("factor_update_steps", 10, _STEPS, _INTERVAL,
            "The interval, in steps, at which a layer's statistics are gathered.",
            "optimizer", schedulable=True),
-    Option("inv_update_steps", None, f"{_STEPS} | None", _interval,
+    Option("inv_update_steps", None, f"{_STEPS} | None", _INTERVAL,
            'The interval, in steps, at which a layer is refreshed. None: 20 for "polar", else 50. '
            'Steps 5, 10, 25 and 50 refresh everything, too, with "polar" and with intervals from '
            '50 on, unless normalization is "kaisa".',
@@ -291,13 +271,13 @@ _REFRESHES = (
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
     Option("max_failures", None, "int | None",
-           _or_none(_whole(0, "a count, 0 or more, or None")),
+           _number(lambda x: x >= 0, "a count, 0 or more, or None", whole=True, none=True),
            "Refreshes of one layer that may fail in a row. None: any number.",
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (
     Option("kl_clip", KL_CLIP, f"{_FLOAT} | None",
-           _or_none(_real(_above_zero, "a number above 0, or None for no clip")),
+           _number(_above_zero, "a number above 0, or None for no clip", none=True),
            "κ of the KL clip, which limits the length of a step. None: no limit.",
            "optimizer", schedulable=True, of_papers=True),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
@@ -308,8 +288,8 @@ _STEP = (
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | str | None",
-           _or_none(lambda _, value: value if isinstance(value, str) and value == AUTO
-                    else check_fraction(value)),
+           lambda _, value: value if value is None or (isinstance(value, str) and value == AUTO)
+           else check_fraction(value),
            "The share of the ranks that work for a layer: the smaller, the less memory, and the "
            "more communication. With 1/R on several hosts of R ranks, directions stay on their "
            'host, which may be faster. "auto": the fastest that memory_budget allows. None: as '
@@ -319,14 +299,14 @@ _RANKS = (
            "The memory of a rank for weights, gradients, the base's state and K-FAC's, without "
            'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
            'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
-    Option("assignment", None, "WorkAssignment | str | None", _unchecked,
+    Option("assignment", None, "WorkAssignment | str | None", lambda _, value: value,
            'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), '
            'or as a WorkAssignment says. None: "layer-wise", or "hybrid" with '
            "grad_worker_fraction.",
            conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
     Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
            "Keep both factors of a layer on one rank. None: as the assignment says."),
-    Option("bucket_cap_mb", 25.0, "float", _real(_above_zero, "a number of MiB above 0"),
+    Option("bucket_cap_mb", 25.0, "float", _number(_above_zero, "a number of MiB above 0"),
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
            "way to their owners."),
     Option("comm_dtype", None, "torch.dtype | None",
@@ -335,10 +315,10 @@ _RANKS = (
            "The dtype in which statistics and directions (or gradients) travel. torch.bfloat16 "
            'rounds the directions of all ranks, but not with "opt", where none travel. None: as '
            "they are."),
-    Option("process_group", None, "Any", _unchecked,
+    Option("process_group", None, "Any", lambda _, value: value,
            "The ranks that train this model. None: the default group."),
     Option("verify_every", None, "int | None",
-           _or_none(_whole(1, "a whole number of steps, or None")),
+           _number(lambda x: x >= 1, "a whole number of steps, or None", whole=True, none=True),
            "The interval, in steps, after which ranks compare the weights of covered layers in the "
            "next exchange that they hold anyway; 100 costs next to nothing. None: only in the "
            "first step."),
@@ -357,6 +337,8 @@ SCHEDULED = tuple(name for name in SETTABLE if OPTIONS[name].schedulable)
 FIXED = tuple(name for name, option in OPTIONS.items() if option.scope == "construction")
 # Settings that ranks must have alike in every step.
 SHARED = tuple(name for name in SETTABLE if not OPTIONS[name].own_of_rank)
+_INTERVALS = "factor_update_steps", "inv_update_steps"
+_AIMING = *_INTERVALS, "statistics_fraction"  # they change what the next passes gather
 
 
 def check(name: str, value: Any) -> Any:
@@ -364,41 +346,38 @@ def check(name: str, value: Any) -> Any:
     return OPTIONS[name].check(name, value)
 
 
-class Options:
+class Options(SimpleNamespace):
     """The settled options of one optimizer, an attribute each; frozen.
 
     ``None`` for an option that follows from others is settled here. A process group is no part of
     the record, which can be pickled.
     """
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-
     def __init__(self, **given: Any) -> None:
         for name in given:
             if name not in OPTIONS:
                 raise unexpected("Options", name, OPTIONS)
         asked = {n: given.get(n, x.default) for n, x in OPTIONS.items() if n != "process_group"}
+        settled = self.__dict__
         for name, value in asked.items():
             option = OPTIONS[name]
+            settled[name] = value
             if option.schedulable and callable(value):
                 check_callable(name, value, "step")
             elif value is not None or option.follows is None:
-                value = check(name, value)
-            self._settle(name, value)
+                settled[name] = check(name, value)
         for name, option in OPTIONS.items():
-            if option.follows is not None and getattr(self, name) is None:
-                self._settle(name, option.follows(self))
-        # Numbers of the steps that gather and refresh everything; a later interval changes none.
-        self._settle("early", _early(self))
-        # First, since conflicts name options of the papers as remedies.
-        for name, value in asked.items():
-            self._refuse_without_use(name, value)
-        for name, value in asked.items():
-            self._refuse_conflicts(name, value)
-        # The reason for a fraction that a plan has chosen.
-        self._settle("chosen", "")
+            if option.follows is not None and settled[name] is None:
+                settled[name] = option.follows(self)
+        # Numbers of the steps that gather and refresh everything, where the first batches' state
+        # would else be kept for long; a later interval changes none.
+        every, polar = self.inv_update_steps, self.compute_method == "polar"
+        early = (polar or (not callable(every) and every >= _SELDOM)) and not self.kaisa_scaling
+        settled["early"] = EARLY if early else ()
+        # The papers' options first, since conflicts name them as remedies.
+        for name in sorted(asked, key=lambda name: not OPTIONS[name].of_papers):
+            self.refuse(name, asked[name])
+        settled["chosen"] = ""  # the reason for a fraction that a plan has chosen
         if self.is_automatic:
             return
         if self.memory_budget is not None:
@@ -409,30 +388,24 @@ class Options:
             raise invalid_because("memory_budget", why)
         choose(self.assignment, self.grad_worker_fraction)  # refuses an unknown assignment
 
-    def checked(self, name: str, value: Any) -> Any:
-        """Return the settled value of one option that goes with the others, or refuse it."""
-        value = check(name, value)
-        self._refuse_without_use(name, value)
-        self._refuse_conflicts(name, value)
-        return value
-
-    def _refuse_without_use(self, name: str, value: Any) -> None:
-        option = OPTIONS[name]
-        method = self.compute_method
-        if option.of_papers and method == "polar" and differs(value, option.default):
+    def refuse(self, name: str, value: Any) -> None:
+        """Refuse a value that was asked for, but has no use or no meaning with the others."""
+        option, method = OPTIONS[name], self.compute_method
+        # An unchecked tensor is not compared by ``==``.
+        plain = isinstance(value, int | float | str)
+        if value is option.default or (plain and value == option.default):
+            return
+        if option.of_papers and method == "polar":
             why = (
                 f"{value!r} with compute_method={method!r}, which has no use for it; leave it out, "
                 'or name compute_method="eigen" or "inverse" for the papers\' gradients'
             )
             raise invalid_because(name, why)
 
-    def _refuse_conflicts(self, name: str, value: Any) -> None:
-        option = OPTIONS[name]
-        asked = value is not None and differs(value, option.default)
-        for conflict in option.conflicts if asked else ():
-            found = getattr(self, conflict.other)
-            if found in conflict.values:
-                why = f"{value!r} with {conflict.other}={found!r}: {conflict.reason}"
+        for conflict in option.conflicts if value is not None else ():
+            other = getattr(self, conflict.other)
+            if other in conflict.values:
+                why = f"{value!r} with {conflict.other}={other!r}: {conflict.reason}"
                 remedy = f"leave {name} out, or give {conflict.other} another value"
                 raise invalid_because(name, f"{why}; {remedy}")
 
@@ -441,15 +414,6 @@ class Options:
         other = copy.copy(self)
         other.__dict__.update(values)
         return other
-
-    def _settle(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Options) and self.__dict__ == other.__dict__
-
-    def __repr__(self) -> str:
-        return f"Options({', '.join(f'{n}={v!r}' for n, v in self.__dict__.items())})"
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{name} = {value!r}: options are settled; build another record")
@@ -483,6 +447,192 @@ class Options:
     def kaisa_scaling(self) -> bool:
         """True if the papers' own scaling is asked for."""
         return bool(self.normalization == "kaisa")
+
+
+# ---- values that users and schedules may set at any time ----
+
+
+class Hyperparameters:
+    """Values that are checked when they are set; each setting that may change is a property."""
+
+    capture: Capture | None = None  # knows whether labels were drawn for this step
+    _is_built = False
+
+    def __init__(
+        self,
+        options: Options,
+        sums: FactorSums,
+        group_schedules: list[dict[str, Schedule]],
+        *,
+        several: bool,
+        aim: Callable[[], Callable[[], None] | None],
+    ) -> None:
+        """Take the options' values; ``aim`` is a weak reference to a function without arguments.
+
+        The function is called when a new value changes which layers gather, or which rows. A strong
+        reference would keep a model's tensors until Python looks for circles.
+        """
+        self.options = options
+        self.sums = sums
+        self._several = several  # ranks compare both intervals before these come into force
+        self._aim = aim
+        self._values: dict[str, Any] = {}
+        self._schedules: dict[str, Schedule] = {}
+        self._group_schedules = group_schedules  # one dict a group, for damping and factor_decay
+        for name in SETTABLE:
+            value = getattr(options, name)
+            if name in SCHEDULED and callable(value):
+                self._schedules[name] = value
+                value = value(0)
+            self._set(name, value)
+        self._in_force: dict[str, int] = {}
+        # The groups' values in the last step, which need no check; None: some follow a schedule.
+        self.known: list[Any] | None = None
+        self.take_intervals(0)
+        self._is_built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_built:
+            refuse_name(self, name, value)
+        super().__setattr__(name, value)
+
+    def read(self, groups: list[Group], step: int) -> None:
+        """Read the step's values from schedules and from the groups, and check them."""
+        if len(groups) != len(self._group_schedules):
+            raise RuntimeError(
+                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
+                "added; use add_param_group, or build a new optimizer"
+            )
+        for group, schedules in zip(groups, self._group_schedules, strict=True):
+            for name, settled in PER_GROUP.items():
+                schedule = schedules.get(name)
+                # Users and schedulers write into groups, too.
+                group[name] = settled(group[name] if schedule is None else schedule(step))
+            refuse_lost_damping(group)
+        for name, schedule in self._schedules.items():
+            self._set(name, schedule(step))
+        scheduled = self._schedules or any(self._group_schedules)
+        values = [group[name] for group in groups for name in PER_GROUP]
+        self.known = None if scheduled else values
+
+    def upcoming(self, name: str, step: int) -> Any:
+        """Return a value for the backward passes of a step, before the step reads its values."""
+        schedule = self._schedules.get(name)
+        return self._values[name] if schedule is None else check(name, schedule(step))
+
+    def take_intervals(self, step: int) -> None:
+        """Put both intervals into force; several ranks have compared them before."""
+        if self._several:
+            self._in_force.update({name: self.upcoming(name, step) for name in _INTERVALS})
+
+    def in_force(self, name: str, step: int) -> int:
+        """Return the interval that decides when ranks exchange anything."""
+        return self._in_force[name] if self._several else self.upcoming(name, step)
+
+    def scheduled_intervals(self, step: int) -> dict[str, int]:
+        """Return the values of scheduled intervals in the next step, for ranks to compare."""
+        # One rank needs no values of a step that may never come.
+        names = [name for name in _INTERVALS if self._several and name in self._schedules]
+        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
+
+    def current_options(self) -> Options:
+        """Return the options with all values that have been set since construction."""
+        return self.options.having(
+            {n: v for n, v in self._values.items() if n not in self._schedules}
+        )
+
+    def _set(self, name: str, value: Any) -> None:
+        value = check(name, value)
+        self.options.refuse(name, value)
+        if name == "loss_terms":
+            former = self._values.get("loss_terms", value)
+            numbers = not isinstance(value, str) and not isinstance(former, str)
+            drawn = self.capture is not None and self.capture.draws > 0
+            if drawn and value != former and not numbers:
+                why = (
+                    f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
+                    "give the optimizer a number as its argument"
+                )
+                raise invalid_because("loss_terms", why)
+            self.sums.loss_terms = value
+        elif name == "grad_scaler":
+            self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
+        self._values[name] = value
+        aim = self._aim() if self._is_built and name in _AIMING else None
+        if aim is not None:
+            aim()
+
+
+def _setting(name: str) -> property:
+    """Return the property of one option that may change."""
+    return property(
+        lambda self: self._values[name],
+        lambda self, value: self._set(name, value),
+        doc=OPTIONS[name].help,
+    )
+
+
+for _name in SETTABLE:
+    setattr(Hyperparameters, _name, _setting(_name))
+
+
+def refuse_name(owner: object, name: str, value: Any) -> None:
+    """Refuse to set an option of groups, an option that is fixed, or a misspelled name."""
+    if name in PER_GROUP:
+        raise AttributeError(
+            f"{name} = {value!r}: it belongs to the parameter groups; set "
+            f'optimizer.param_groups[i]["{name}"]'
+        )
+    if name in FIXED:
+        raise AttributeError(
+            f"{name} = {value!r}: it can only be given at construction; build the optimizer "
+            f"with {name}={value!r}"
+        )
+    if not (name.startswith("_") or hasattr(owner, name)):
+        near = difflib.get_close_matches(name, SETTABLE, 1)
+        raise AttributeError(
+            f"{name} = {value!r}: the preconditioner has no {name}"
+            + (f"; did you mean {near[0]}?" if near else f"; {', '.join(SETTABLE)} can be set")
+        )
+
+
+def refuse_lost_damping(group: dict[str, Any]) -> None:
+    """Refuse a damping that the arithmetic of the group's parameters can't carry.
+
+    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
+    """
+    if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
+        return  # each step asks, and parameters may be many
+    for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
+        least = torch.finfo(dtype).eps / 10_000
+        if group["damping"] < least:
+            raise invalid(
+                "damping",
+                group["damping"],
+                f"with {dtype} arithmetic it must be at least {least:.2g}, or rounding "
+                "errors dominate the steps; use a larger one, such as 1e-3",
+            )
+
+
+def rate_of(group: Group) -> Any:
+    """Return a group's learning rate; 1 if its optimizer has none, or finds it in each step."""
+    rate = group.get("lr")
+    return 1.0 if rate is None else rate
+
+
+def _scale_of(scaler: Any) -> Tensor | float:
+    """Read a loss scale without waiting for the device."""
+    if isinstance(scaler, Tensor) or is_real(scaler):
+        return scaler
+    if not callable(scaler):
+        scale = getattr(scaler, "_scale", None)
+        return scale if isinstance(scale, Tensor) else scaler.get_scale()
+    scale = scaler()
+    if not is_real(scale) and not isinstance(scale, Tensor):
+        why = f"{scale!r} from its callable; a scale must be a number or a tensor"
+        raise invalid_because("grad_scaler", why)
+    return scale
 
 
 # ---- names that do not exist ----

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.ranks import Ranks
-from ..comm.sharding import ShardPlaces, is_sharded, local
+from ..comm.sharding import is_sharded, local
 from ..curvature.group import (
     Group,
     ParameterStack,
@@ -29,13 +29,12 @@ from ..curvature.group import (
 from ..curvature.lengths import SHARD_SUMS, Share, are_alike
 from ..curvature.rules import Rule
 from ..layers import Layer
-from ..plan.moves import Sizes, gradient_rounds
-from ..plan.routes import CopyItem, Round, chunks, grouped
+from ..plan.facts import ShardPlaces, Sizes
+from ..plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
 from ..stages import stage
 from .options import Group as ParamGroup
 from .options import Options
-from .placements import Placements
-from .registry import Registry
+from .registry import Placements, Registry
 
 Entry = dict[str, Any]
 Make = Callable[[Share], None]  # fills the directions and terms of a share

@@ -7,7 +7,7 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
 
@@ -28,47 +28,25 @@ from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
 from ..stages import PREFIX, staged
 from . import coverage, reports
-from .coverage import CoverageReport
 from .exchange import Exchange
-from .hyperparameters import Hyperparameters, rate_of, refuse_name
-from .options import PER_GROUP, SHARED, Options
+from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
 from .plan import CompiledPlan, Groups, products
 from .registry import Registry
+from .reports import Answers
 from .status import Status, with_gradient
-from .view import Forward, View
 
 _NO_WORK = StepPlan(-1)
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
 
 
-class Preconditioner:
+class Preconditioner(Answers):
     """K-FAC for one model: ``optimizer.preconditioner``.
 
     The optimizer calls :meth:`step` with its parameter groups and gets the gradients for its base
     class. Users read coverage, costs and factors here, and set the hyperparameters of the whole
     optimizer.
     """
-
-    # Set by users and by schedules
-    kl_clip = Forward[float | None](Hyperparameters, "hyperparameters")
-    factor_update_steps = Forward[int](Hyperparameters, "hyperparameters")
-    inv_update_steps = Forward[int](Hyperparameters, "hyperparameters")
-    statistics_fraction = Forward[float](Hyperparameters, "hyperparameters")
-    loss_terms = Forward[str | float](Hyperparameters, "hyperparameters")
-    grad_scaler = Forward[Any](Hyperparameters, "hyperparameters")
-    # Asked by users
-    layers = Forward[dict[str, Layer]](View, "view")
-    uncovered = Forward[dict[str, str]](View, "view")
-    skipped = Forward[dict[str, str]](View, "view")
-    assignment = Forward[reports.Assigned](View, "view")
-    coverage = Forward[Callable[[], CoverageReport]](View, "view")
-    factors = Forward[Callable[[str], tuple[Tensor, Tensor]]](View, "view")
-    memory_usage = Forward[Callable[[], dict[str, int]]](View, "view")
-    communication_volume = Forward[Callable[[], dict[str, float]]](View, "view")
-    metrics = Forward[Callable[..., dict[str, float]]](View, "view")
-    paused = Forward[Callable[[], AbstractContextManager[None]]](View, "view")
-    sample_fisher = Forward[Callable[..., None]](View, "view")
 
     _is_built = False
 
@@ -135,6 +113,8 @@ class Preconditioner:
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_built and name not in self.__dict__:  # own ones appear during construction
             refuse_name(self, name, value)
+            if callable(vars(Answers).get(name)):
+                raise AttributeError(f"{name} is a method of the preconditioner; call it")
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -160,11 +140,6 @@ class Preconditioner:
                 lines.append(f"  {title}:")
                 lines += [f"    {entry}" for entry in entries]
         return "\n".join(lines)
-
-    @property
-    def view(self) -> View:
-        """The answers to users' questions; made anew, since a kept one would be a circle."""
-        return View(self)
 
     # ---- the step ----
 

@@ -11,27 +11,108 @@ from torch import Tensor, nn
 
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
+from ..curvature.group import stack_key
 from ..errors import invalid_because
 from ..layers import Layer
+from ..plan import assignment
+from ..plan.assignment import Placement, Task
+from ..plan.facts import LayerFacts, ShardPlaces
 from ..plan.step_plan import LayerState
 from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
-from .placements import Placements
 
 _requires_grad = operator.attrgetter("requires_grad")
 logger = logging.getLogger("kaisa_optim")
+
+
+class Placements:
+    """The ranks that own each layer's factors, and the shards of each layer's parameters."""
+
+    def __init__(self, options: Options, ranks: Ranks, *, sharded: bool) -> None:
+        self._options = options
+        self._ranks = ranks
+        self.strategy: assignment.WorkAssignment = options.strategy
+        if sharded:  # one rank works for each layer
+            chosen = options.assignment, options.grad_worker_fraction
+            if chosen != (None, None) and self.strategy.gradient_workers(ranks.world) > 1:
+                why = (
+                    f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
+                    'rank preconditions each gradient; use assignment="layer-wise" or leave it out'
+                )
+                raise invalid_because("assignment", why)
+            self.strategy = assignment.LayerWise()
+        self.of: dict[str, Placement] = {}
+        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
+        self.sharded: dict[Layer, tuple[ShardPlaces | None, ...]] = {}  # weight's, bias's
+        self.splits_owners = False  # whether A and G of some layer have two owners
+
+    def owner(self, layer: Layer, side: str) -> int:
+        """Return the rank that owns a factor."""
+        placement = self.of[layer.name]
+        return placement.a if side == "a" else placement.g
+
+    def shards(self, layer: Layer) -> list[ShardPlaces]:
+        """Return the shards of a layer's covered parameters."""
+        parts = zip(self.sharded[layer], layer.covers, strict=True)
+        return [shards for shards, covered in parts if covered and shards is not None]
+
+    def find_shards(self, layers: Iterable[Layer]) -> None:
+        """Note how the parameters of these layers lie over the ranks."""
+        self.sharded = {}
+        for layer in layers:
+            shards = [
+                sharding.shards_of(f"a parameter of {layer.name!r}", p, self._ranks.members())
+                if p is not None and sharding.is_sharded(p)
+                else None
+                for p in (layer.weight, layer.bias)
+            ]
+            if any(shards):
+                self.sharded[layer] = tuple(shards)
+
+    def place(self, layers: Mapping[str, Layer]) -> None:
+        """Give new layers to ranks; layers with a place stay where their factors are."""
+        options, ranks = self._options, self._ranks
+        grid = assignment.make_grid(self.strategy, ranks.world, options.grad_worker_fraction)
+        ranks.grid = grid
+        tasks = [task_of(layer) for layer in layers.values()]
+        placed = [task for task in tasks if task.name in self.of]
+        load = assignment.loads(self.strategy, placed, self.of, grid.world)
+        new = [task for task in tasks if task.name not in self.of]
+        self.of |= assignment.assign(self.strategy, new, grid, options.colocate_factors, load)
+        self.splits_owners = any(placement.a != placement.g for placement in self.of.values())
+
+    def find_facts(self, layers: Iterable[Layer]) -> None:
+        """Find the plain facts of all layers anew."""
+        self.facts = {}
+        for layer in layers:
+            facts = LayerFacts(task_of(layer), self.of[layer.name], sections=layer.sections)
+            if not any(layer.covers):
+                self.facts[layer] = facts._replace(frozen=True)
+                continue
+            key, sizes = stack_key(layer, "g"), [p.dtype.itemsize for p in layer.parameters]
+            shards = zip(self.shards(layer), sizes, strict=True) if layer in self.sharded else ()
+            self.facts[layer] = facts._replace(
+                task=task_of(layer, layer.covers),
+                itemsize=key.dtype.itemsize,
+                device=key.device,
+                shards=tuple(shards),
+                tied=layer.tied,
+            )
+
+
+def task_of(layer: Layer, covers: tuple[bool, bool] | None = None) -> Task:
+    """Return a layer's task by the parameters that it covers: its trained ones, frozen or not."""
+    covers = covers or layer.trained
+    (a, diagonal_a), (g, diagonal_g) = layer.size_of("a", covers), layer.size_of("g", covers)
+    return Task(layer.name, a, g, diagonal_a, diagonal_g, layer.blocks)
 
 
 class Registry:
     """One model's covered layers by name, in the model's order."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        ranks: Ranks,
-        known: Iterable[Tensor],
+        self, model: nn.Module, options: Options, ranks: Ranks, known: Iterable[Tensor]
     ) -> None:
         self.model = model
         self._options = options
@@ -62,13 +143,12 @@ class Registry:
     @property
     def unseen(self) -> dict[str, str]:
         """Parameters of layers that had a gradient, but no call that K-FAC can read; and why."""
-        layers = [x for x in self.active if self.states[x.name].unseen]
-        why = {
-            p: f"{type(layer.module).__name__} uses it in a way that no kind of layer knows"
-            for layer in layers
-            if not self.states[layer.name].has_average
-            for p in layer.parameters
-        }
+        why: dict[Tensor, str] = {}
+        for layer in self.active:
+            if self.states[layer.name].unseen and not self.states[layer.name].has_average:
+                title = type(layer.module).__name__
+                text = f"{title} uses it in a way that no kind of layer knows"
+                why |= dict.fromkeys(layer.parameters, text)
         named = unwrapped(self.model).named_parameters() if why else ()
         return {name: why[p] for name, p in named if p in why}
 
@@ -85,25 +165,28 @@ class Registry:
         """The layers whose owners tell in the next exchange whether a refresh succeeded."""
         return [layer for layer in self.layers.values() if self.states[layer.name].deferred]
 
-    # ---- group values ----
+    def values(
+        self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
+    ) -> Callable[[Layer], float]:
+        """Return a function that reads the groups' value for an active layer.
 
-    def _shared(self, layer: Layer, groups: list[Group], name: str) -> float:
-        """Return a group's value for a layer; its weight and bias must agree on it."""
-        values = {groups[self.group_of[p]][name] for p in layer.parameters}
-        if len(values) > 1:
-            why = (
-                f"layer {layer.name!r} has its weight and bias in parameter groups with "
-                f"different values {sorted(values)}; give both groups the same {name}"
-            )
-            raise invalid_because(name, why)
-        return values.pop()
-
-    def values(self, name: str, groups: list[Group]) -> Callable[[Layer], float]:
-        """Return a function that reads the groups' value for an active layer."""
-        value, *others = {group[name] for group in groups}
-        if not others:
+        The groups of its weight and its bias must agree on it.
+        """
+        value, *differing = {group[name] for group in groups}
+        if not differing:
             return dict.fromkeys(self.layers.values(), value).__getitem__
-        return {layer: self._shared(layer, groups, name) for layer in self.active}.__getitem__
+        value_of: dict[Layer, float] = {}
+        for layer in self.layers.values() if layers is None else layers:
+            numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
+            if len(numbers) > 1:
+                why = (
+                    f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                    f"different values {numbers}; give both groups the same {name}"
+                )
+                raise invalid_because(name, why)
+            if numbers:  # else the layer is frozen
+                value_of[layer] = numbers[0]
+        return value_of.__getitem__
 
     # ---- changes ----
 
@@ -120,11 +203,9 @@ class Registry:
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""
-        options, model = self._options, coverage.unwrapped(self.model)
-        coverage.refuse_wrappers(self.model)
-        coverage.check_trained(model, self.parameters)
+        options = self._options
         found = coverage.cover(
-            model,
+            self.model,
             dict.fromkeys(self.parameters),
             skip_layers=tuple(options.skip_layers),
             max_factor_size=options.max_factor_size,
@@ -136,30 +217,25 @@ class Registry:
                 "names (as in model.named_modules()) and class names"
             )
             agreement.warn(self._ranks, text)
-        for layer in found.layers.values():
-            for name in PER_GROUP if layer.parameters else ():
-                self._shared(layer, groups, name)
+        for name, layer in found.layers.items():  # layers that stay as they were keep their state
+            old = self.layers.get(name)
+            if old is not None and old.same_place(layer) and old.trained == layer.trained:
+                found.layers[name] = old
+        for name in PER_GROUP:
+            self.values(name, groups, found.layers.values())
         self.placements.find_shards(found.layers.values())
         return found
 
     def rebuild(self, found: Coverage, groups: list[Group]) -> None:
-        """Take over a new coverage; layers that stay as they were keep their state."""
+        """Take over a new coverage."""
         self._accepted.update(p for group in groups for p in group["params"])
-        before, self.layers = self.layers, {}
-        for name, layer in found.layers.items():
-            old = before.get(name)
-            same = old is not None and old.same_place(layer) and old.trained == layer.trained
-            self.layers[name] = old if same and old is not None else layer
-            if layer in self.placements.sharded:
-                shards = self.placements.sharded.pop(layer)
-                self.placements.sharded[self.layers[name]] = shards
-        for name, layer in before.items():
-            if self.layers.get(name) is not layer:
+        for name, layer in self.layers.items():
+            if found.layers.get(name) is not layer:
                 del self.states[name], self.placements.of[name]
+        self.layers, self.uncovered, self.skipped = found.layers, found.uncovered, found.skipped
         self.states = {name: self.states.get(name, LayerState()) for name in self.layers}
         for number, layer in enumerate(self.layers.values()):
             layer.number = number
-        self.uncovered, self.skipped = found.uncovered, found.skipped
         self.placements.place(self.layers)
         self.sections = {layer: layer.sections for layer in self.layers.values()}
 

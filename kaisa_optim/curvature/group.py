@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..plan.moves import Sizes, TensorSpec
+from ..plan.facts import Sizes, TensorSpec
 from ..plan.routes import grouped
 
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on

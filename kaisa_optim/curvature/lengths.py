@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..plan.moves import TensorSpec
+from ..plan.facts import TensorSpec
 from .group import Group, per_block, sent, stack_key, strides
 
 Number = float | Tensor  # a tensor has one entry a block

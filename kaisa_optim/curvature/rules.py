@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg import moments, products, roots
-from ..plan.facts import Work
-from ..plan.moves import Sizes, TensorSpec
+from ..plan.facts import Sizes, TensorSpec, Work
 from .group import Group, Key, Side, StackKey, by_place, per_block, stack_key
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 

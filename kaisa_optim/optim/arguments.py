@@ -1,54 +1,32 @@
-"""The arguments of a K-FAC class: which are the base's, which are K-FAC's, and what they mean."""
+"""Arguments and surroundings of a K-FAC optimizer: which are refused, and which bring a warning."""
 
 from __future__ import annotations
 
 import inspect
-import textwrap
+import os
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.options import OPTIONS, PER_GROUP, SECTIONS, unexpected
+from ..comm import agreement
+from ..core import reports
+from ..core.options import OPTIONS, PER_GROUP, unexpected
+from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
+from ..plan.step_plan import PATIENCE
 
 # Keys of a parameter group, beside the base's own.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
 # Options that a parameter group can't have of its own.
 OF_ALL = frozenset(OPTIONS) - {*GROUP_KEYS, "process_group"}
 
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
+
 Parameters = Mapping[str, inspect.Parameter]
-
-
-def parameters_of(base: type[Optimizer]) -> Parameters:
-    return inspect.signature(base.__init__).parameters
-
-
-def signature(base: type[Optimizer]) -> inspect.Signature:
-    """Return the base's arguments as they are, then the model and K-FAC's options by keyword."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    first = [p for p in parameters_of(base).values() if p.kind not in variadic]
-    given = "nn.Module | Iterable[Any] | None"
-    first[1:2] = [p.replace(annotation=given) for p in first[1:2]]  # a base of *args has none
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    own = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
-    for name, option in OPTIONS.items():
-        own.append(
-            inspect.Parameter(name, keyword, default=option.default, annotation=option.annotation)
-        )
-    return inspect.Signature([*first, *own])
-
-
-def documentation() -> str:
-    """Return the docstring's part on K-FAC's options."""
-    lines = ["K-FAC's options; those marked (s) may be callables of the step."]
-    for section, options in SECTIONS.items():
-        lines += ["", f"{section}:"]
-        for option in options:
-            text = f"{option.name}: {option.help}{' (s)' if option.schedulable else ''}"
-            lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
-    return "\n".join(lines)
 
 
 def table() -> str:
@@ -113,21 +91,87 @@ def find_model(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
             )
             raise invalid_because("model", why)
     if not isinstance(model, nn.Module):
+        listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+        given = model if listed or model is not None else params
+        what = text = repr(given)
+        if listed and model is None:
+            what = "no model was given, but parameters"
+        elif isinstance(given, type):
+            what = f"the class {given.__name__}"
+        elif len(text) > 60 or "\n" in text:
+            what = f"of type {type(given).__name__}"
         why = (
-            f"{_given(params, model)}; K-FAC hooks the model's layers: pass the nn.Module first, "
+            f"{what}; K-FAC hooks the model's layers: pass the nn.Module first, "
             f"as {title}(model, ...), or as model="
         )
         raise invalid_because("model", why)
     return model, params
 
 
-def _given(params: Any, model: Any) -> str:
-    """Return a short text for the object that was given in a model's place."""
-    listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
-    if listed and model is None:
-        return "no model was given, but parameters"
-    given = model if listed or model is not None else params
-    if isinstance(given, type):
-        return f"the class {given.__name__}"
-    text = repr(given)
-    return text if len(text) <= 60 and "\n" not in text else f"of type {type(given).__name__}"
+# ---- surroundings ----
+
+
+def refuse_zero_redundancy(title: str) -> None:
+    """Refuse to be built by ZeroRedundancyOptimizer, which gives each rank some parameters only.
+
+    A layer would miss its bias, and ranks would wait for layers that the others do not have.
+    """
+    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agreement.callers()):
+        why = (
+            f"ZeroRedundancyOptimizer gives each rank a part of the parameters, and {title} needs "
+            f'all; build {title} alone, where assignment="layer-wise" spreads the moments of Adam, '
+            "AdamW and LAMB over ranks as ZeRO 1 does"
+        )
+        raise invalid_because("optimizer_class", why)
+
+
+def missing_process_group(group: Any) -> None:
+    """Warn if a launcher runs a script without a process group: each process trains alone."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    distributed = torch.distributed
+    initialized = distributed.is_available() and distributed.is_initialized()
+    if world not in ("", "1") and group is None and not initialized:
+        warnings.warn(
+            f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
+            "call torch.distributed.init_process_group() before building model and optimizer",
+            stacklevel=4,
+        )
+
+
+def refuse_step(kfac: Preconditioner) -> None:
+    """Refuse a step inside a CUDA graph, and a process group that came after the optimizer."""
+    distributed = torch.distributed
+    if kfac.ranks.group is None and distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+        if world > 1:
+            raise RuntimeError(
+                f"Invalid process group: its {world} ranks joined after the optimizer was built, "
+                "so the optimizer would exchange nothing; build the optimizer after "
+                "init_process_group()"
+            )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a K-FAC step can't be captured in a CUDA graph: the host decides in each step which "
+            "layers are due; run the training step outside of graphs"
+        )
+
+
+class Notices:
+    """The warning of much that is left to the base, which comes once for each optimizer."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+        self._unseen: list[str] = []  # layers without calls, when coverage was last looked at
+
+    def look(self, kfac: Preconditioner) -> None:
+        """Warn if the search for calls of layers has ended, and what is covered is little."""
+        if self._is_given:
+            return
+        states = kfac.registry.states.items()
+        unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
+        former, self._unseen = self._unseen, unseen
+        if unseen and unseen != former:
+            text = reports.poor_coverage(reports.coverage(kfac.registry))
+            self._is_given = bool(text)
+            if text:
+                agreement.warn(kfac.ranks, text)

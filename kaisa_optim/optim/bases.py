@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..comm.sharding import is_sharded, local, parts_here, sharded_like
-from ..core import checkpoint
-from ..core.hyperparameters import rate_of
-from ..core.options import Group
+from ..core.options import Group, rate_of
 from ..core.plan import CompiledPlan
 from ..curvature.group import ParameterStack
 from ..curvature.lengths import (
@@ -33,7 +31,7 @@ from ..curvature.lengths import (
     SGDLength,
 )
 from ..errors import invalid
-from . import lamb
+from . import checkpoint, lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
 
 if TYPE_CHECKING:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copyreg
 import inspect
+import textwrap
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from ..core.options import SECTIONS
 from ..errors import invalid, invalid_because
-from . import arguments, notices
+from .arguments import ZERO_REDUNDANCY
 from .lamb import LAMB
 from .mixin import KFACMixin
 
@@ -25,11 +27,25 @@ _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
 def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
-    """Give a class its signature and the documentation of its options."""
-    parameters = list(arguments.signature(cls._base).parameters.values())[1:]
-    cls.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    text = inspect.cleandoc(cls.__doc__ or "")
-    cls.__doc__ = f"{text}\n\n{arguments.documentation()}"
+    """Give a class its signature, with K-FAC's options by keyword, and their documentation."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(cls._base.__init__).parameters.values()
+    _, *first = [p for p in parameters if p.kind not in variadic]  # without self
+    annotation = "nn.Module | Iterable[Any] | None"
+    first[:1] = [p.replace(annotation=annotation) for p in first[:1]]  # a base of *args has none
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
+    lines = ["K-FAC's options; those marked (s) may be callables of the step."]
+    for section, options in SECTIONS.items():
+        lines += ["", f"{section}:"]
+        for x in options:
+            added.append(
+                inspect.Parameter(x.name, keyword, default=x.default, annotation=x.annotation)
+            )
+            text = f"{x.name}: {x.help}{' (s)' if x.schedulable else ''}"
+            lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
+    cls.__signature__ = inspect.Signature([*first, *added])  # type: ignore[attr-defined]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", *lines])
     _FAMILY[cls._base] = cls
     return cls
 
@@ -50,7 +66,7 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     for name, reason in _REFUSED.items():
         if issubclass(base, getattr(torch.optim, name, ())):  # torch 2.8 has no Muon
             raise invalid_because("base", f"{base.__name__} can't take K-FAC: {reason}")
-    if any(kind.__module__ == notices.ZERO_REDUNDANCY for kind in base.__mro__):
+    if any(kind.__module__ == ZERO_REDUNDANCY for kind in base.__mro__):
         why = (
             f"{base.__name__} spreads states over ranks and would lose K-FAC's in saves; give "
             'the class that it wraps, and for Adam, AdamW or LAMB let assignment="layer-wise" '

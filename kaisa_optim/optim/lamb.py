@@ -206,85 +206,54 @@ class LAMB(Optimizer):
         self, group: dict[str, Any], batch: tuple[list[Tensor], ...], grad_norm: Tensor
     ) -> None:
         """Step one group by apex's kernel or by PyTorch, as the tensors suit."""
-        lr = group["lr"]
+        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        step, correction, decay = group["step"], group["bias_correction"], group["weight_decay"]
+        averaging, decoupled = group["grad_averaging"], group["adam_w_mode"]
+        limit, use_nvlamb = _limit(group), group["use_nvlamb"]
         if isinstance(lr, Tensor) and lr.device.type == "cpu":
             lr = lr.item()
         for p, g, m, v in _buckets(*batch):
-            options = (
-                lr,
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                int(group["bias_correction"]),
-                group["weight_decay"],
-                int(group["grad_averaging"]),
-                int(group["adam_w_mode"]),
-                grad_norm.to(p[0].device, math_dtype(p[0].dtype)).reshape(1),
-                _limit(group),
-                group["use_nvlamb"],
-            )
+            dtype = math_dtype(p[0].dtype)
+            norm = grad_norm.to(p[0].device, dtype).reshape(1)
             objection = "" if self._kernel is None else _apex_objection(p, g, m, v, lr)
             if objection and self.backend == "apex":
                 raise RuntimeError(f'backend="apex" cannot step {objection}; use backend=None')
-            if self._kernel is None or objection:
-                lamb([torch._foreach_neg(g) if group["maximize"] else g, p, m, v], *options)
+            if self._kernel is not None and not objection:
+                # Apex overwrites its gradients with the update; p.grad stays as backward left it.
+                lists = [list(torch._foreach_mul(g, -1 if group["maximize"] else 1)), p, m, v]
+                no_skip = torch.zeros(1, dtype=torch.int, device=p[0].device)
+                flags = int(correction), decay, int(averaging), int(decoupled)
+                # This call was verified only against a fake amp_C that follows apex's source, never
+                # on a GPU. Apex rounds float16 updates to float16 before the trust ratio; this code
+                # does not.
+                numbers = lr, beta1, beta2, eps, step, *flags, norm, limit, use_nvlamb
+                self._kernel(_APEX_CHUNK, no_skip, lists, *numbers)
+                for param in p:  # autograd did not see the write: stale tensors must still raise
+                    torch.autograd.graph.increment_version(param)
                 continue
-            # Apex overwrites its gradients with the update; p.grad stays as backward left it.
-            copies = list(torch._foreach_mul(g, -1 if group["maximize"] else 1))
-            no_skip = torch.zeros(1, dtype=torch.int, device=p[0].device)
-            # This call was verified only against a fake amp_C that follows apex's source, never on
-            # a GPU. Apex rounds float16 updates to float16 before the trust ratio; this code does
-            # not.
-            self._kernel(_APEX_CHUNK, no_skip, [copies, p, m, v], *options)
-            for param in p:  # autograd did not see the write: stale saved tensors must still raise
-                torch.autograd.graph.increment_version(param)
 
-
-def lamb(
-    tensors: list[Any],
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    bias_correction: int,
-    weight_decay: float,
-    grad_averaging: int,
-    adam_w_mode: int,
-    grad_norm: Tensor,
-    max_grad_norm: float,
-    use_nvlamb: bool,
-) -> None:
-    """Step [grads, params, exp_avgs, exp_avg_sqs] of one device and dtype in place.
-
-    The arguments are as in apex's kernel, in the same order; but the gradients are only read.
-    ``grad_norm`` has one element, in the dtype of the arithmetic. ``max_grad_norm`` limits it; inf
-    is "off".
-    """
-    dtype = grad_norm.dtype
-    # `to` gives back the tensor itself where the dtype is right already, a copy for half precision.
-    g, p, m, v = ([t.to(dtype) for t in ts] for ts in tensors)
-
-    if max_grad_norm < math.inf:
-        g = _clipped(g, grad_norm, max_grad_norm)
-    if weight_decay != 0 and not adam_w_mode:
-        g = list(torch._foreach_add(g, p, alpha=weight_decay))
-
-    torch._foreach_mul_(m, beta1)
-    torch._foreach_add_(m, g, alpha=1 - beta1 if grad_averaging else 1)
-    torch._foreach_mul_(v, beta2)
-    torch._foreach_addcmul_(v, g, g, 1 - beta2)
-
-    denominator = torch._foreach_div(v, 1 - beta2**step if bias_correction else 1)
-    torch._foreach_sqrt_(denominator)
-    torch._foreach_add_(denominator, eps)
-    update = torch._foreach_div(m, 1 - beta1**step if bias_correction else 1)
-    torch._foreach_div_(update, denominator)
-    descend(p, list(update), lr, weight_decay, adam_w_mode, use_nvlamb)
-
-    if tensors[1][0].dtype != dtype:
-        for stored, values in zip(tensors[1:], (p, m, v), strict=True):
-            torch._foreach_copy_(parts_here(stored), parts_here(values))
+            # `to` gives back a tensor of this dtype itself, and a copy of one in half precision.
+            stored = p, m, v
+            p, m, v, g = ([t.to(dtype) for t in ts] for ts in (p, m, v, g))
+            if group["maximize"]:
+                g = torch._foreach_neg(g)
+            if limit < math.inf:
+                g = _clipped(g, norm, limit)
+            if decay != 0 and not decoupled:
+                g = torch._foreach_add(g, p, alpha=decay)
+            torch._foreach_mul_(m, beta1)
+            torch._foreach_add_(m, g, alpha=1 - beta1 if averaging else 1)
+            torch._foreach_mul_(v, beta2)
+            torch._foreach_addcmul_(v, g, g, 1 - beta2)
+            denominator = torch._foreach_div(v, 1 - beta2**step if correction else 1)
+            torch._foreach_sqrt_(denominator)
+            torch._foreach_add_(denominator, eps)
+            update = torch._foreach_div(m, 1 - beta1**step if correction else 1)
+            torch._foreach_div_(update, denominator)
+            descend(p, list(update), lr, decay, decoupled, use_nvlamb)
+            if stored[0][0].dtype != dtype:
+                for former, values in zip(stored, (p, m, v), strict=True):
+                    torch._foreach_copy_(parts_here(former), parts_here(values))
 
 
 def rate_for(lr: float | Tensor, like: Tensor) -> float | Tensor:
@@ -324,16 +293,15 @@ def clipped_gradients(groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor
         return result
     norm = global_norm(gradients)
     for group, params in zip(groups, graded, strict=True):
-        if params and _limit(group) < math.inf:
-            for same in _buckets(params):
-                (some,) = same
-                to = norm.to(some[0].device, math_dtype(some[0].dtype)).reshape(1)
-                new = _clipped([p.grad for p in some], to, _limit(group))
-                result += zip(some, new, strict=True)
+        limited = params and _limit(group) < math.inf
+        for (bucket,) in _buckets(params) if limited else ():
+            new = _clipped([p.grad for p in bucket], norm, _limit(group))
+            result += zip(bucket, new, strict=True)
     return result
 
 
 def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor]:
+    norm = norm.to(gradients[0].device, math_dtype(gradients[0].dtype))
     excess = torch.where(norm > limit, norm / limit, 1.0)
     return list(torch._foreach_div(gradients, excess.reshape(())))
 

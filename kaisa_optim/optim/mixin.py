@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checks import check_callable
-from ..core import checkpoint
-from ..core.hyperparameters import refuse_lost_damping
-from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options
+from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options, refuse_lost_damping
 from ..core.preconditioner import Preconditioner
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import products
-from . import arguments, bases, loading, notices
+from . import arguments, bases, checkpoint
+from . import arguments as notices
+from . import checkpoint as loading
 from .bases import gradients_of
 
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..checks import check_callable, is_real
 from ..core.options import OPTIONS, PER_GROUP, unexpected
-from ..errors import invalid, invalid_because
+from ..errors import check_callable, invalid, invalid_because, is_real
 from .mixin import KFACMixin
 
 Factor = Callable[[int], float] | Mapping[int, float]
@@ -68,11 +67,9 @@ class KFACParamScheduler:
         for name in unknown:
             raise unexpected(type(self).__name__, name, given)
         self.optimizer = optimizer
-        self.schedules: dict[str, Factor] = {}
-        for name, schedule in given.items():
-            if schedule is not None:
-                _check_schedule(optimizer, name, schedule)
-                self.schedules[name] = schedule
+        self.schedules = {name: x for name, x in given.items() if x is not None}
+        for name, schedule in self.schedules.items():
+            _check_schedule(optimizer, name, schedule)
         self.last_epoch = 0
         self.initial: dict[str, list[float]] = {}
         self._write()
@@ -128,11 +125,11 @@ class KFACParamScheduler:
 
 def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
     """Refuse a schedule of another form, or of a hyperparameter without effect."""
-    if not callable(schedule) and not isinstance(schedule, Mapping):
-        must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
-        raise invalid(name, schedule, must)
     if callable(schedule):
         check_callable(name, schedule, "epoch")
+    elif not isinstance(schedule, Mapping):
+        must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
+        raise invalid(name, schedule, must)
     if optimizer.has_schedule(name):
         why = (
             "the optimizer was given a callable for it already; give it a number, or leave it "

@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..checks import check_flag, is_real
-from ..errors import invalid, invalid_because
+from ..errors import invalid, invalid_because, is_real
 
 
 class Task(NamedTuple):
@@ -91,7 +90,19 @@ class WorkAssignment(ABC):
         if colocate:
             owners = balance([a + g for a, g in costs], load)
             return [Placement(rank, rank) for rank in owners]
-        return _balance_split(costs, grid, load)
+        # The layers over the columns, then the factors of each column over its ranks.
+        totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
+        columns = balance([a + g for a, g in costs], totals)
+        owners_of = [[0, 0] for _ in tasks]  # of A and of G
+        for column in range(grid.columns):
+            ranks = grid.workers_of(column)
+            layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
+            factors = list(itertools.product(layers, (0, 1)))
+            of_factors = [costs[layer][side] for layer, side in factors]
+            placed = balance(of_factors, [load[rank] for rank in ranks])
+            for (layer, side), place in zip(factors, placed, strict=True):
+                owners_of[layer][side] = ranks[place]
+        return [Placement(a, g) for a, g in owners_of]
 
     def __repr__(self) -> str:
         # Ranks compare this text, so it must not contain an address.
@@ -117,8 +128,7 @@ class Hybrid(WorkAssignment):
     grad_worker_fraction: float = 0.5
 
     def __post_init__(self) -> None:
-        fraction = check_fraction(self.grad_worker_fraction)
-        object.__setattr__(self, "grad_worker_fraction", fraction)  # frozen for everyone else
+        check_fraction(self.grad_worker_fraction)
 
     def gradient_workers(self, world: int) -> int:
         return _workers(self.grad_worker_fraction, world)
@@ -148,7 +158,6 @@ def choose(
     assignment: str | WorkAssignment | None, grad_worker_fraction: float | None = None
 ) -> WorkAssignment:
     """Return the strategy that the user's arguments name; `make_grid` checks that they agree."""
-    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if isinstance(assignment, WorkAssignment):
         return assignment
     if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
@@ -156,62 +165,52 @@ def choose(
             "assignment",
             f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
         )
+    hybrid = Hybrid() if grad_worker_fraction is None else Hybrid(grad_worker_fraction)
     if assignment is None:
-        return LayerWise() if fraction is None else Hybrid(fraction)
-    if assignment == "hybrid":
-        return Hybrid() if fraction is None else Hybrid(fraction)
-    if assignment == "layer-wise":
-        return LayerWise()
-    if assignment == "opt":
-        return Opt()
-    raise invalid(
-        "assignment",
-        assignment,
-        'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment',
-    )
+        return LayerWise() if grad_worker_fraction is None else hybrid
+    for name, strategy in (("layer-wise", LayerWise()), ("hybrid", hybrid), ("opt", Opt())):
+        if assignment == name:
+            return strategy
+    must = 'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment'
+    raise invalid("assignment", assignment, must)
 
 
 def make_grid(
     strategy: WorkAssignment, world: int, grad_worker_fraction: float | None = None
 ) -> Grid:
     """Return the grid that a strategy asks for; a fraction given beside it must mean the same."""
-    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if not _is_count(world) or world < 1:
         raise invalid("world", world, "it must be a number of ranks, at least 1")
     if world == 1:
         return Grid(1, 1)  # a script for many ranks must also run on one
     workers = strategy.gradient_workers(world)
-    if not _is_count(workers) or not 1 <= workers <= world or world % workers:
-        raise _no_grid(strategy, workers, world)
-    if fraction is not None and _workers(fraction, world) != workers:
-        why = (
-            f"{grad_worker_fraction!r} makes {_workers(fraction, world)} of {world} ranks "
-            f"gradient workers, but assignment {strategy!r} makes {workers}; leave out one of "
-            "the two"
-        )
-        raise invalid_because("grad_worker_fraction", why)
-    return Grid(world, int(workers))
-
-
-def _no_grid(strategy: WorkAssignment, workers: Any, world: int) -> ValueError:
-    near = []
-    if _is_count(workers) and 1 <= workers <= world:
+    if not _is_count(workers) or not 1 <= workers <= world:
+        near = []
+    else:
         below = next(n for n in range(workers, 0, -1) if world % n == 0)
-        above = next(n for n in range(workers, world + 1) if world % n == 0)
-        near = [below, above]
-    if isinstance(strategy, Hybrid) and near:
+        near = [below, next(n for n in range(workers, world + 1) if world % n == 0)]
+    if near and isinstance(strategy, Hybrid) and workers not in near:
         fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
         why = (
             f"{strategy.grad_worker_fraction} makes {workers} of {world} ranks gradient workers, "
             f"and {workers} does not divide {world}; use {fractions}"
         )
-        return invalid_because("grad_worker_fraction", why)
-    such_as = f", such as {near[0]} or {near[1]}" if near else ""
-    why = (
-        f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must be a "
-        f"whole number from 1 to {world} that divides {world}{such_as}"
-    )
-    return invalid_because("assignment", why)
+        raise invalid_because("grad_worker_fraction", why)
+    if workers not in near:
+        such_as = f", such as {near[0]} or {near[1]}" if near else ""
+        why = (
+            f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must be "
+            f"a whole number from 1 to {world} that divides {world}{such_as}"
+        )
+        raise invalid_because("assignment", why)
+    fraction = grad_worker_fraction
+    if fraction is not None and _workers(fraction, world) != workers:
+        why = (
+            f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks gradient workers, "
+            f"but assignment {strategy!r} makes {workers}; leave out one of the two"
+        )
+        raise invalid_because("grad_worker_fraction", why)
+    return Grid(world, int(workers))
 
 
 def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
@@ -219,7 +218,6 @@ def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bo
 
     In a world of one rank they always do.
     """
-    check_flag("colocate_factors", colocate, none=True)
     if grid.workers > 1:
         return bool(strategy.colocate if colocate is None else colocate)
     if colocate is False and grid.world > 1:
@@ -253,12 +251,12 @@ def assign(
             "Placement(a, g) of each, in their order"
         )
         raise invalid_because("assignment", why)
+    placements: dict[str, Placement] = {}
     for task, placement in zip(tasks, answer, strict=True):
         if fault := _fault(placement, grid, together):
             raise invalid_because("assignment", f"{author} put {task.name!r} {fault}")
-    return {
-        task.name: Placement(int(a), int(g)) for task, (a, g) in zip(tasks, answer, strict=True)
-    }
+        placements[task.name] = Placement(*map(int, placement))
+    return placements
 
 
 def loads(
@@ -294,26 +292,11 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     return owners
 
 
-def _balance_split(
-    costs: Sequence[tuple[float, float]], grid: Grid, load: Sequence[float]
-) -> list[Placement]:
-    """Balance the layers over the columns, then the factors of each column over its ranks."""
-    totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
-    columns = balance([a + g for a, g in costs], totals)
-    owners: dict[tuple[int, int], int] = {}
-    for column in range(grid.columns):
-        ranks = grid.workers_of(column)
-        layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
-        factors = list(itertools.product(layers, (0, 1)))  # 0: A, 1: G
-        found = balance([costs[x][side] for x, side in factors], [load[rank] for rank in ranks])
-        owners.update(zip(factors, (ranks[i] for i in found), strict=True))
-    return [Placement(owners[x, 0], owners[x, 1]) for x in range(len(costs))]
-
-
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
     """Return the costs of A and of G, of all blocks together."""
 
-    def cost(size: int, diagonal: bool) -> float:
+    costs = []
+    for size, diagonal in ((task.a, task.diagonal_a), (task.g, task.diagonal_g)):
         value = strategy.cost(size, diagonal)
         if not is_real(value) or not 0 <= value < math.inf:
             why = (
@@ -321,9 +304,8 @@ def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
                 f"{task.name!r}; it must be a finite number, 0 or more"
             )
             raise invalid_because("assignment", why)
-        return task.blocks * float(value)
-
-    return cost(task.a, task.diagonal_a), cost(task.g, task.diagonal_g)
+        costs.append(task.blocks * float(value))
+    return costs[0], costs[1]
 
 
 def _fault(placement: Any, grid: Grid, together: bool) -> str:

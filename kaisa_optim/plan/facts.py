@@ -1,14 +1,17 @@
-"""Plain facts about layers and their factors, from shapes and placements alone."""
+"""Plain facts about layers, their factors and tensors, from shapes and placements alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import NamedTuple, Protocol
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 from .assignment import Placement, Task
 
 Side = str  # "a" or "g"
-FactorName = tuple[str, Side]  # a layer's name, and the side of its factor
+Shape = tuple[int, ...]
+
+ALIGN = 16  # items are padded to this number of elements, and tensors to this number of bytes
 
 WIDEST = 16384  # the widest side with a factor in full
 _NARROW = 64  # a side so many times as wide as the other costs as many times Adam's moments
@@ -33,14 +36,24 @@ class Work(NamedTuple):
     polynomials: Callable[[int], int] | None = None
 
 
-class Division(Protocol):
-    """How one parameter lies over the ranks."""
+class ShardPlaces(NamedTuple):
+    """The places of one parameter's parts; ranks are numbered in K-FAC's group."""
 
-    def part_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's shard."""
+    dim: int
+    extents: tuple[tuple[int, int], ...]  # each rank's start and length along ``dim``
+    replicas: tuple[tuple[int, ...], ...]  # for each rank, the copy that its part belongs to
+    shape: Shape  # of the whole
 
     def sends(self, source: int, to: int) -> bool:
-        """Return whether rank ``to`` takes a shard from rank ``source``."""
+        """Return whether ``source`` sends ``to`` a part: of the same copy, and not empty."""
+        return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
+
+    def part(self, whole: Any, rank: int) -> Any:
+        """Return the part of a whole tensor that a rank has."""
+        return whole.narrow(self.dim, *self.extents[rank])
+
+    def part_shape(self, rank: int) -> Shape:
+        return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
 
 
 class LayerFacts(NamedTuple):
@@ -52,7 +65,7 @@ class LayerFacts(NamedTuple):
     device: Hashable = None  # layers of one device travel together
     sections: int = 1  # counts of rows that ranks compare
     frozen: bool = False  # a frozen layer costs its numbers in the status exchange alone
-    shards: tuple[tuple[Division, int], ...] = ()  # of its parameters, each with its itemsize
+    shards: tuple[tuple[ShardPlaces, int], ...] = ()  # of its parameters, each with its itemsize
     tied: bool = False  # uses in both directions have sums of their own
 
     @property
@@ -94,10 +107,6 @@ class FactorFacts(NamedTuple):
     diagonal: bool
 
     @property
-    def name(self) -> FactorName:
-        return self.layer.name, self.side
-
-    @property
     def sides(self) -> tuple[int, bool]:
         return self.n, self.diagonal
 
@@ -114,3 +123,83 @@ class FactorFacts(NamedTuple):
     def operations(self) -> int:
         """Operations of its decomposition, up to a constant that is about the same for all."""
         return self.elements * (1 if self.diagonal else self.n)
+
+
+# What a state that is loaded without a tensor means for its layer.
+STARTS_ANEW, IS_REFRESHED, IS_ZERO = "starts anew", "is refreshed", "is zero"
+# Shapes of one block, of a factor's size and whether it is diagonal, or of both sides' sizes.
+_SHAPES: dict[str, Callable[[int, int], Shape | None]] = {
+    "matrix": lambda n, diagonal: (n,) if diagonal else (n, n),
+    "basis": lambda n, diagonal: None if diagonal else (n, n),
+    "spectrum": lambda n, diagonal: (n,),
+    "gradient": lambda g, a: (g, a),
+    "number": lambda *_: (),
+}
+
+
+class TensorSpec(NamedTuple):
+    """A tensor that is kept for each block: of a factor, or of a layer's gradient."""
+
+    name: str
+    kind: str  # as users see it in the account of memory
+    shape: str = "matrix"  # a key of _SHAPES
+    dtype: str = "stored"  # "stored" as the user asked for, "own" of the arithmetic, or "int32"
+    if_absent: str = IS_REFRESHED
+
+    def shape_of(self, sides: tuple[int, int]) -> Shape | None:
+        """Return the shape of one block; ``None``: a diagonal factor has no such tensor."""
+        return _SHAPES[self.shape](*sides)
+
+    def bytes(self, layer: LayerFacts, sides: tuple[int, int], stored: int | None) -> int:
+        """Return the bytes of all blocks; ``stored`` are bytes of a number."""
+        shape, own = self.shape_of(sides), layer.itemsize
+        number = {"stored": stored or own, "own": own, "int32": 4}[self.dtype]
+        return 0 if shape is None else layer.task.blocks * math.prod(shape) * number
+
+
+OF_AVERAGES = (
+    TensorSpec("average", "factors", if_absent=STARTS_ANEW),
+    TensorSpec("weight", "counters", "number", "own", STARTS_ANEW),
+    TensorSpec("rejected", "counters", "number", "int32", IS_ZERO),
+    TensorSpec("stale", "counters", "number", "int32", IS_ZERO),  # flags that are still to be told
+)
+
+
+class Sizes(NamedTuple):
+    """The facts beside shapes that bytes depend on: the rule's tensors, and bytes of their numbers.
+
+    If the bytes of a number are ``None``, the arithmetic's apply.
+    """
+
+    of_factor: tuple[TensorSpec, ...]  # a decomposition's results; gradient workers keep them
+    of_gradient: tuple[TensorSpec, ...] = ()  # kept by gradient workers for each layer
+    of_owner: tuple[TensorSpec, ...] = OF_AVERAGES  # kept for each factor by its owner
+    packed: bool = False  # a factor's state travels as a triangle
+    tells_means: bool = False  # owners of A and of G tell each other mean eigenvalues
+    terms: int = 0  # numbers of each block that travel with its new gradient
+    shard_sums: int = 0  # numbers of each block that travel with its sharded momentum
+    average: int | None = None  # bytes of a number in a running average
+    stored: int | None = None  # bytes of a number in eigenvectors, inverses, products
+    wire: int | None = None  # bytes of a number in factors and gradients on their way
+    units: bool = False  # ranks agree on a unit of each sum of G
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        return (*self.of_owner, *self.of_factor, *self.of_gradient)
+
+    def state(self, factor: FactorFacts) -> int:
+        """Return the bytes of a factor's state on the wire."""
+        layer, sides = factor.layer, factor.sides
+        if self.packed:
+            return cargo_bytes([factor.size * (self.stored or layer.itemsize)])
+        return cargo_bytes(spec.bytes(layer, sides, self.stored) for spec in self.of_factor)
+
+
+def padded(size: int) -> int:
+    """Return a size whose items and tensors begin where views of any dtype can begin."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def cargo_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes that tensors of these sizes take on the wire together."""
+    return sum(map(padded, sizes))

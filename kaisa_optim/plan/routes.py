@@ -8,23 +8,13 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-# Items are padded to this number of elements, and tensors to this number of bytes: views of any
-# dtype can begin there.
-_ALIGN = 16
+from .assignment import Grid
+from .facts import ALIGN, FactorFacts, LayerFacts, Sizes, cargo_bytes, padded
+
 owner_of = operator.attrgetter("owner")
 size_of = operator.attrgetter("size")
-
-
-class Sized(Protocol):
-    """An item of a bucket: its size, and the rank that its sum goes to or its bytes come from."""
-
-    @property
-    def owner(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 class CopyItem(NamedTuple):
@@ -35,13 +25,15 @@ class CopyItem(NamedTuple):
     content: Any
 
 
-P = TypeVar("P", bound=Sized)
+P = TypeVar("P", bound=CopyItem | FactorFacts)
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 
 class Bucket(Generic[P]):
     """Items that travel together, cut into an equal piece for each member of a group.
+
+    An item has a size, and an owner: the rank that its sum goes to, or that its bytes come from.
 
     They travel in two hops. Sums: each member receives all terms of its piece, and sends the sum
     on to the owners. Copies: each member receives its piece from the owners, and sends it on to
@@ -50,14 +42,14 @@ class Bucket(Generic[P]):
 
     def __init__(self, items: Iterable[P], members: Sequence[int]) -> None:
         self.items = sorted(items, key=owner_of)  # the items of each owner lie side by side
-        padded = [_padded(item.size) for item in self.items]
-        *self.starts, self.size = itertools.accumulate(padded, initial=0)
+        sizes = [padded(item.size) for item in self.items]
+        *self.starts, self.size = itertools.accumulate(sizes, initial=0)
         self.sizes = dict.fromkeys(members, 0)  # of all items of each owner
-        for item, size in zip(self.items, padded, strict=True):
+        for item, size in zip(self.items, sizes, strict=True):
             self.sizes[item.owner] += size
         # Bounds of the owners' items and of the pieces, in the order of the members.
         self.owned = [*itertools.accumulate(self.sizes.values(), initial=0)]
-        piece = max(_ALIGN, _padded(-(-self.size // len(members))))
+        piece = max(ALIGN, padded(-(-self.size // len(members))))
         self.pieces = [*range(0, self.size, piece)]
         self.pieces += [self.size] * (len(members) + 1 - len(self.pieces))
 
@@ -94,11 +86,6 @@ def all_reduced(size: int, world: int) -> int:
     return 2 * size * (world - 1) // world
 
 
-def cargo_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that tensors of these sizes take on the wire together."""
-    return sum(map(_padded, sizes))
-
-
 def chunks(
     items: Sequence[Any], size_of: Callable[[Any], int], limit: float
 ) -> Iterator[list[Any]]:
@@ -124,16 +111,70 @@ def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
     return groups
 
 
-def side_by_side(total: int, senders: int, limit: int) -> int:
-    """Return how much each sender may put into a call: a part of ``limit`` if ``total`` is more."""
-    return limit if total <= limit else limit // senders
-
-
 def in_turn(lists: Iterable[Sequence[T]]) -> list[T]:
     """Return the first of each list, then the second of each, and so on."""
     items = itertools.chain(*itertools.zip_longest(*lists))
     return [item for item in items if item is not None]
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
+def sum_buckets(
+    layers: Iterable[LayerFacts], wire: int | None, world: int, limit: int
+) -> Iterator[Bucket[FactorFacts]]:
+    """Yield buckets of the layers' sums, of one place each; owners take turns."""
+    factors = itertools.chain.from_iterable([layer.factors for layer in layers])
+    for same in grouped(factors, lambda factor: factor.layer.place).values():
+        numbers = limit // (wire or same[0].layer.itemsize)
+        turns = in_turn(grouped(same, owner_of).values())
+        yield from (Bucket(chunk, range(world)) for chunk in chunks(turns, size_of, numbers))
+
+
+def state_rounds(
+    factors: Iterable[FactorFacts], sizes: Sizes, grid: Grid, limit: int
+) -> list[Round]:
+    """Return the rounds in which owners send new state along the columns; factors are content.
+
+    Owners in a column send side by side, and have ``limit`` bytes together at a time.
+    """
+    groups = []
+    for column, members in grouped(factors, lambda f: f.owner % grid.columns).items():
+        by_owner = grouped(members, owner_of)
+        share = limit
+        if sum(map(sizes.state, members)) > limit:
+            share //= len(by_owner)
+        turns = in_turn([*chunks(owned, sizes.state, share)] for owned in by_owner.values())
+        copies = [CopyItem(x[0].owner, sum(map(sizes.state, x)), x) for x in turns]
+        groups.append((grid.workers_of(column), copies))
+    return rounds(groups, limit)
+
+
+def gradient_rounds(
+    layers: Sequence[T],
+    facts_of: Callable[[T], LayerFacts],
+    sizes: Sizes,
+    row: Sequence[int],
+    limit: int,
+) -> list[Round]:
+    """Return the rounds in which a row of ranks hands out new gradients of layers on one device.
+
+    Content are lists of layers of one shape. Ranks send side by side, and have ``limit`` bytes
+    together at a time.
+    """
+
+    def size(alike: list[T]) -> int:
+        """Return the bytes on the wire of new gradients of one shape, with terms."""
+        facts = [facts_of(layer) for layer in alike]
+        itemsize, blocks = facts[0].itemsize, sum(x.task.blocks for x in facts)
+        new = sum(x.gradient for x in facts) * (sizes.wire or itemsize)
+        return cargo_bytes([new, sizes.terms * blocks * itemsize])
+
+    by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % len(row))
+    share = limit
+    if sum(size([layer]) for layer in layers) > limit:
+        share //= len(by_column)
+    turns: list[list[CopyItem]] = []
+    for column, members in sorted(by_column.items(), key=operator.itemgetter(0)):
+        alike = grouped(members, lambda layer: facts_of(layer).shape).values()
+        shapes = itertools.chain(*(chunks(same, lambda x: size([x]), share) for same in alike))
+        buckets = chunks([*shapes], size, share)
+        turns.append([CopyItem(row[column], sum(map(size, x)), x) for x in buckets])
+    return rounds([(row, in_turn(turns))], limit)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import invalid_because
 from ..plan.account import Account
 from ..plan.assignment import Grid, Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
-from ..plan.facts import LayerFacts, Work
-from ..plan.moves import Sizes
+from ..plan.facts import LayerFacts, Sizes, Work
 from ..plan.schedule import Schedule
 from .hardware import Hardware
 from .prices import Clock, Passes, StepTimes
@@ -140,7 +139,7 @@ def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> P
         [of_column[rank % grid.columns] for rank in range(world)],
         account.pending(account.names),
         case.fixed,
-        [rank["total"] for rank in slots.per_step(gather, refresh)],
+        [rank["total"] for rank in slots.per_step()],
         clock.times(slots, *turns, case.intervals),
     )
 

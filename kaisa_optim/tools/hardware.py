@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..checks import is_real
-from ..errors import invalid, invalid_because
+from ..errors import invalid, invalid_because, is_real
 
 PROFILES = Path(__file__).parent / "profiles"
 # Operations on matrices whose times a profile lists.

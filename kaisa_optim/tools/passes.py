@@ -14,7 +14,7 @@ from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.placements import task_of
+from ..core.registry import task_of
 from ..errors import invalid, invalid_because
 from ..layers import Layer
 from .prices import Passes

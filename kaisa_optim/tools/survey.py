@@ -12,10 +12,9 @@ from ..comm.ranks import Ranks
 from ..core import reports
 from ..core.coverage import unwrapped
 from ..core.options import Group
-from ..core.placements import task_of
 from ..core.plan import CompiledPlan, sizes_of
 from ..core.preconditioner import make_rule
-from ..core.registry import Registry
+from ..core.registry import Registry, task_of
 from ..curvature.group import ParameterStack
 from ..errors import invalid_because
 from ..optim import bases

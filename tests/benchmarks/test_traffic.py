@@ -22,7 +22,7 @@ def test_settings_are_kfacadams_defaults():
     kfac = KFACAdam(nn.Linear(3, 2)).preconditioner
     ours = traffic.account([traffic.linear("", 3, 2)], LayerWise(), 1)
     facts = {"layers": ours.layers, "grid": ours.grid}
-    assert dataclasses.replace(kfac.view.account, **facts) == ours
+    assert dataclasses.replace(kfac.account, **facts) == ours
     intervals = kfac.factor_update_steps, kfac.inv_update_steps
     assert intervals == (traffic.GATHERED, traffic.REFRESHED) == traffic.INTERVALS[0]
     assert kfac.options.max_factor_size is None

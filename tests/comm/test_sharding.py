@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
 from kaisa_optim import KFACSGD, LAMB
 from kaisa_optim.optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
-from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, taken_by
+from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same
 
@@ -129,11 +129,6 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
 
 
-def share(i: int) -> tuple[Tensor, Tensor]:
-    x, y = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(i))
-    return x, y
-
-
 def optimizer(plan: Plan, model: nn.Module, **options: Any) -> Any:
     cls, base = OPTIMIZERS[plan.optimizer]
     return cls(model, **taken_by({**base, **INTERVALS, **plan.options, **options}))
@@ -148,21 +143,15 @@ def full_values(model: nn.Module) -> dict[str, Tensor]:
     return {name: full(p) for name, p in model.named_parameters()}
 
 
-def micro_batches(plan: Plan, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(x.chunk(plan.micro), y.chunk(plan.micro), strict=True)
-
-
 def backward(plan: Plan, model: nn.Module, i: int) -> None:
     """The gradient of the joined batch, in whatever way this rank has its part of it."""
-    spread = dist.is_initialized()
-    parts = list(micro_batches(plan, *(share(i) if spread else batch(i))))
-    for k, (x, y) in enumerate(parts):
-        if spread and not plan.sync:
+    parts = zip(*(tensor.chunk(plan.micro) for tensor in share(*batch(i))), strict=True)
+    for k, (x, y) in enumerate(parts, 1):
+        if dist.is_initialized() and not plan.sync:
             for part in plan.parts(model):
-                part.set_requires_gradient_sync(k == len(parts) - 1)
+                part.set_requires_gradient_sync(k == plan.micro)
         (F.mse_loss(model(x).to(y), y) / plan.micro).backward()
-    if spread:
-        average(p for p in model.parameters() if not isinstance(p, DTensor))
+    average(p for p in model.parameters() if not isinstance(p, DTensor))
 
 
 def train_alone(plan: Plan) -> Trained:
@@ -408,33 +397,28 @@ class Attentive(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0])
 
 
-def refused(change: str) -> str:
-    model = net()
-    options: dict[str, Any] = {}
-    if change == "alone":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))["shards"]
-        fully_shard(model, mesh=mesh)
-    else:
-        fully_shard(model, mesh=mesh_of((2,)))
-    if change in ("opt", "hybrid"):
-        options["assignment"] = change
-    if change == "fraction":
-        options["grad_worker_fraction"] = 1.0
+def refused(options: dict[str, Any]) -> str:
+    """Without options, each rank has a shard of its own mesh."""
+    mesh = mesh_of((2,)) if options else mesh_of((2, 1))["shards"]
+    model = fully_shard(net(), mesh=mesh)
     with pytest.raises(ValueError) as caught:
         KFACSGD(model, lr=0.1, **options)
     return str(caught.value)
 
 
+ONE_RANK = "Invalid assignment: .* exactly one rank preconditions each gradient; use"
+
+
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("options", "text"),
     [
-        ("opt", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
-        ("fraction", "Invalid assignment: .* exactly one rank preconditions each gradient; use"),
-        ("alone", r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
+        ({"assignment": "opt"}, ONE_RANK),
+        ({"grad_worker_fraction": 1.0}, ONE_RANK),
+        ({}, r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
     ],
 )
-def test_what_cannot_work_is_refused_on_all_ranks(change, text):
-    for problem in run(2, refused, change):
+def test_what_cannot_work_is_refused_on_all_ranks(options, text):
+    for problem in run(2, refused, options):
         assert re.search(text, problem)
 
 
@@ -469,56 +453,49 @@ def test_tensor_parallel_layers_take_the_bases_step_and_are_named():
         assert_same(ours, plain)
 
 
-def learn_rows(model: nn.Module, opt: Any, *shape: int) -> None:
-    """Train on this rank's part of the examples, or alone on all of them."""
-    for i in range(STEPS):
-        generator = torch.Generator().manual_seed(i)
-        both = (torch.randn(*shape, k, generator=generator, dtype=torch.float64) for k in (4, 3))
-        x, y = (t.chunk(2)[dist.get_rank()] if dist.is_initialized() else t for t in both)
-        opt.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        opt.step()
+def taught(
+    plan: Plan, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any
+) -> tuple[dict[str, Tensor], list[str], str]:
+    """Train on this rank's part of the examples, or alone on all of them.
 
-
-def attends(chosen: dict[str, Any], shards: bool) -> tuple[dict[str, Tensor], str]:
-    """With ``shards`` on a rank, else alone and with the attention skipped."""
+    Return parameters, the names of those that are left to the base, and warnings.
+    """
     torch.manual_seed(0)
-    model = Attentive().double()
-    options: dict[str, Any] = {**INTERVALS, **chosen, "staggered": False}
-    if shards:
-        fully_shard(model, mesh=mesh_of((2,)))
-    else:
-        options["skip_layers"] = "attention"
+    model, spread = make().double(), dist.is_initialized()
+    if spread:
+        fully_shard(model, mesh=mesh_of(plan.mesh))
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        opt = KFACSGD(model, lr=0.1, **taken_by(options))
-        learn_rows(model, opt, 4, 3)
-    return full_values(model), "\n".join(str(w.message) for w in record)
+        opt = optimizer(plan, model, staggered=False, **options)
+        for i in range(STEPS):
+            generator = torch.Generator().manual_seed(i)
+            x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
+            if spread:
+                x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+    texts = "\n".join(str(w.message) for w in record)
+    return full_values(model), list(opt.preconditioner.coverage().left), texts
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_sharded_attention_is_left_to_the_base(method, sharing):
-    chosen = {"compute_method": method, "weight_sharing": sharing}
-    expected, _ = attends(chosen, False)
-    results = run(2, attends, chosen, True)
-    for parameters, _ in results:
+    plan = Plan(options={"compute_method": method, "weight_sharing": sharing})
+    expected, *_ = taught(plan, Attentive, (4, 3), skip_layers="attention")
+    results = run(2, taught, plan, Attentive, (4, 3))
+    for parameters, *_ in results:
         assert error(parameters, expected) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
         said = f"attention.{name}: {size}, MultiheadAttention: its weights are sharded"
-        assert [said in text for _, text in results] == [True, False]  # one says it
+        assert [said in text for *_, text in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
-    assert any("attention.out_proj" in text for _, text in results)
+    assert any("attention.out_proj" in text for *_, text in results)
 
 
-def used_around(plan: Plan, calls: bool) -> tuple[dict[str, Tensor], list[str]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(Around(calls)).double()
-    if dist.is_initialized():
-        fully_shard(model, mesh=mesh_of(plan.mesh))
-    opt = optimizer(plan, model, staggered=False)
-    learn_rows(model, opt, 8)
-    return full_values(model), list(opt.preconditioner.coverage().left)
+def around(calls: bool) -> nn.Module:
+    return nn.Sequential(Around(calls))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -526,9 +503,9 @@ def used_around(plan: Plan, calls: bool) -> tuple[dict[str, Tensor], list[str]]:
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": method})
-    ranks = run(2, used_around, plan, calls)
-    expected, _ = used_around(plan, calls)
-    for parameters, left in ranks:
+    learner = plan, functools.partial(around, calls), (8,)
+    expected, *_ = taught(*learner)
+    for parameters, left, _ in run(2, taught, *learner):
         assert left == []
         assert error(parameters, expected) < 1e-9
 
@@ -597,8 +574,8 @@ def reads_text(
 def test_parameters_that_are_covered_by_use_are_so_in_shards(experts, registered, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": "polar"})
     each = [run(2, reads_text, plan, shards, experts, registered) for shards in (False, True)]
-    for (expected, whole), (parameters, share) in zip(*each, strict=True):
-        assert share == whole == 1
+    for (expected, whole), (parameters, covered) in zip(*each, strict=True):
+        assert covered == whole == 1
         assert error(parameters, expected) < 1e-9
 
 
@@ -614,7 +591,7 @@ def scales(plan: Plan, spoils: bool) -> tuple[dict[str, Tensor], list[Any], int]
         if i == 2 and not spoils:
             scaler.update(2.0**11)
             continue
-        x, y = share(i)
+        x, y = share(*batch(i))
         opt.zero_grad()
         scaler.scale(F.mse_loss(model(x), y)).backward()
         if i == 2 and mesh_of(plan.mesh).get_local_rank("shards") == 1:
@@ -636,26 +613,51 @@ def test_a_grad_scaler_that_skips_for_one_shard(mesh):
 # ---- checkpoints ----
 
 
-def resumes(plan: Plan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each rank from its own share; with what would have come without."""
-    model = sharded(plan)
-    opt = optimizer(plan, model)
+def resumes(plan: Plan, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """From each rank's own share, or from a full state, on rank 0, of a consolidated optimizer.
+
+    Return parameters, those of a run without the load, and warnings of lost factors.
+    """
+    model, other = sharded(plan), sharded(plan)
+    opt, fresh = optimizer(plan, model), optimizer(plan, other)
     learn(plan, model, opt, range(4))
-    saved = copy.deepcopy([model.state_dict(), opt.state_dict()])
-    other = sharded(plan)
-    fresh = optimizer(plan, other)
-    other.load_state_dict(saved[0])
-    fresh.load_state_dict(saved[1])
+    if full:
+        opt.consolidate_state_dict(to=0)
+        how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = [get_model_state_dict(model, options=how)]
+        state.append(get_optimizer_state_dict(model, opt, options=how))
+        things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(things, src=0)
+    else:
+        things = [copy.deepcopy([model.state_dict(), opt.state_dict()])]
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        if full:
+            how = StateDictOptions(full_state_dict=True)
+            set_model_state_dict(other, things[0][0], options=how)
+            set_optimizer_state_dict(other, fresh, things[0][1], options=how)
+        else:
+            other.load_state_dict(things[0][0])
+            fresh.load_state_dict(things[0][1])
     for own, steps in ((model, opt), (other, fresh)):
         learn(plan, own, steps, range(4, STEPS))
     check_placements(other, fresh)
-    return full_values(other), full_values(model)
+    texts = [str(w.message) for w in record if "factors" in str(w.message)]
+    return full_values(other), full_values(model), texts
 
 
-@pytest.mark.parametrize(("mesh", "optimizer"), [((2,), "sgd"), ((2, 2), "adam")])
+@pytest.mark.parametrize(
+    ("plan", "full"),
+    [
+        (Plan((2,), some), False),
+        (Plan((2, 2), some, "adam"), False),
+        (Plan((2,), each), True),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:state_dict")
-def test_ranks_go_on_from_their_shares(mesh, optimizer):
-    for resumed, straight in run(torch.Size(mesh).numel(), resumes, Plan(mesh, some, optimizer)):
+def test_ranks_go_on_from_their_shares_or_from_a_full_state(plan, full):
+    for resumed, straight, texts in run(plan.world, resumes, plan, full):
+        assert not texts
         assert_same(resumed, straight)
 
 
@@ -737,37 +739,6 @@ def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatt
     for parameters, texts in results:
         assert not texts
         assert error(parameters, alone.parameters) < 1e-9
-
-
-def consolidates(plan: Plan) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
-    """A full state of torch.distributed.checkpoint after K-FAC's own was gathered."""
-    model = sharded(plan)
-    opt = optimizer(plan, model)
-    learn(plan, model, opt, range(4))
-    opt.consolidate_state_dict(to=0)
-    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = [get_model_state_dict(model, options=how)]
-    state.append(get_optimizer_state_dict(model, opt, options=how))
-    things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(things, src=0)
-    other = sharded(plan)
-    fresh = optimizer(plan, other)
-    how = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(other, things[0][0], options=how)
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
-        set_optimizer_state_dict(other, fresh, things[0][1], options=how)
-    for own, steps in ((model, opt), (other, fresh)):
-        learn(plan, own, steps, range(4, STEPS))
-    texts = [str(w.message) for w in record if "factors" in str(w.message)]
-    return full_values(other), texts, full_values(model)
-
-
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_a_full_state_of_a_consolidated_optimizer():
-    for resumed, texts, straight in run(2, consolidates, Plan((2,), each)):
-        assert not texts
-        assert_same(resumed, straight)
 
 
 # ---- its predecessor ----

@@ -58,6 +58,14 @@ def noisy(model: nn.Module, **options) -> KFACSGD:
         return exact(model, **options)
 
 
+def stepped(net: nn.Module, opt: KFACSGD, x: Tensor) -> tuple[dict[str, Tensor], ...]:
+    """Return raw gradients, and what a step took from the parameters."""
+    opt.zero_grad()
+    loss_of(net(x)).backward()
+    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
+    return gradients, taken(opt, net)
+
+
 def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
     """Blocks, width of A and width of G; negative where diagonal."""
     return {
@@ -71,6 +79,12 @@ def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
 
 # ---------------------------------------------------------------- what is covered
 
+ENCODER = {
+    "0.self_attn.in_proj": (3, 5, 4),
+    "0.self_attn.out_proj": (1, 5, 4),
+    "0.linear1": (1, 5, 6),
+    "0.linear2": (1, 7, 4),
+}
 KINDS = {
     "linear": (lambda: nn.Linear(3, 2), {"0": (1, 4, 2)}),
     "linear without bias": (lambda: nn.Linear(3, 2, bias=False), {"0": (1, 3, 2)}),
@@ -96,25 +110,10 @@ KINDS = {
             "0.out_proj": (1, 4, 4),
         },
     ),
-    "encoder": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 6),
-        {
-            "0.self_attn.in_proj": (3, 5, 4),
-            "0.self_attn.out_proj": (1, 5, 4),
-            "0.linear1": (1, 5, 6),
-            "0.linear2": (1, 7, 4),
-        },
-    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 6), ENCODER),
     "decoder": (
         lambda: nn.TransformerDecoderLayer(4, 2, 6),
-        {
-            "0.self_attn.in_proj": (3, 5, 4),
-            "0.self_attn.out_proj": (1, 5, 4),
-            "0.multihead_attn.in_proj": (3, 5, 4),
-            "0.multihead_attn.out_proj": (1, 5, 4),
-            "0.linear1": (1, 5, 6),
-            "0.linear2": (1, 7, 4),
-        },
+        ENCODER | {"0.multihead_attn.in_proj": (3, 5, 4), "0.multihead_attn.out_proj": (1, 5, 4)},
     ),
 }
 
@@ -163,23 +162,19 @@ def test_an_adapter_costs_no_more_than_adams_moments(rank):
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted"),
+    ("kind", "shape", "wanted"),
     [
-        ((1, 512), (1, 2, 512)),  # narrow, and small
-        ((512, 8), (1, 513, 8)),
-        ((513, 9), (1, 514, 9)),
-        ((513, 8), (1, -514, 8)),
-        ((8, 514), (1, 9, -514)),
-        ((4096, 65), (1, 4097, 65)),
+        (nn.Linear, (1, 512), (1, 2, 512)),  # narrow, and small
+        (nn.Linear, (512, 8), (1, 513, 8)),
+        (nn.Linear, (513, 9), (1, 514, 9)),
+        (nn.Linear, (513, 8), (1, -514, 8)),
+        (nn.Linear, (8, 514), (1, 9, -514)),
+        (nn.Linear, (4096, 65), (1, 4097, 65)),
+        (nn.Embedding, (40_000, 600), (1, -40_000, 600)),  # the features keep theirs
     ],
 )
-def test_a_side_64_times_as_wide_as_the_other_is_diagonal(shape, wanted):
-    assert sides(default(nn.Linear(*shape, device="meta"))) == {"": wanted}
-
-
-def test_a_narrow_table_keeps_the_factor_of_its_features():
-    opt = default(nn.Embedding(40_000, 600, device="meta"))
-    assert sides(opt) == {"": (1, -40_000, 600)}
+def test_a_side_64_times_as_wide_as_the_other_is_diagonal(kind, shape, wanted):
+    assert sides(default(kind(*shape, device="meta"))) == {"": wanted}
 
 
 @pytest.mark.parametrize(
@@ -201,26 +196,7 @@ def test_a_given_width_and_the_papers_methods_look_at_one_side_alone(options):
     [(5, (1, 5, 3)), (4, (1, -5, 3)), (3, (1, -5, 3)), (2, (1, -5, -3)), (float("inf"), (1, 5, 3))],
 )
 def test_side_wider_than_max_factor_size_is_diagonal(limit, wanted):
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 3)))
-    opt = quiet(net, max_factor_size=limit)
-    assert sides(opt) == {"0": wanted}
-    x = normal(6, 4)
-    out = net(x)
-    out.retain_grad()
-    loss_of(out).backward()
-    rows = torch.cat([x, torch.ones(6, 1, dtype=x.dtype)], 1)
-    a, g = factors_of(rows[None], out.grad[None], 6.0)
-    gradient = torch.cat([net[0].weight.grad, net[0].bias.grad[:, None]], 1)[None]
-    steps = taken(opt, net)
-    kept = [
-        f * torch.eye(f.shape[-1]) if w < 0 else f for f, w in zip((a, g), wanted[1:], strict=True)
-    ]
-    for actual, full, width in zip(
-        opt.preconditioner.factors("0"), (a, g), wanted[1:], strict=True
-    ):
-        assert_close(actual, full.diagonal(dim1=1, dim2=2) if width < 0 else full)
-    step = torch.cat([steps["0.weight"], steps["0.bias"][:, None]], 1)[None]
-    assert_close(step, solved(*kept, gradient), 1e-8)
+    assert sides(quiet(nn.Sequential(nn.Linear(4, 3)), max_factor_size=limit)) == {"0": wanted}
 
 
 # ---------------------------------------------------------------- what is not, and who says so
@@ -243,14 +219,14 @@ class Mixed(nn.Module):
 UNCOVERED = ["other.weight", "prelu.weight", "scale"]
 
 
-def test_uncovered_parameters_get_their_raw_gradient():
+@pytest.mark.parametrize("skipped", [[], ["^layer$"]])
+def test_parameters_left_or_skipped_get_their_raw_gradient(skipped):
     net = seeded(Mixed)
-    opt = noisy(net, kl_clip=1e-8)  # the clip is for covered layers
-    loss_of(net(normal(5, 3))).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
+    opt = noisy(net, kl_clip=1e-8, skip_layers=skipped)  # the clip is for covered layers
+    gradients, steps = stepped(net, opt, normal(5, 3))
+    raw = [*UNCOVERED, *(["layer.weight", "layer.bias"] if skipped else [])]
     for name, gradient in gradients.items():
-        if name in UNCOVERED:
+        if name in raw:
             assert gradient.abs().max() > 1e-3
             assert_close(steps[name], gradient, 1e-12, name)
         else:
@@ -306,10 +282,7 @@ def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
     assert list(opt.preconditioner.layers) == ["1"]
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for i in range(3):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4, seed=i))).backward()
-        gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-        opt.step()
+        gradients, _ = stepped(net, opt, normal(6, 4, seed=i))
         if cls is KFACSGD and i == 0:
             for name in left:
                 assert_close(net.get_parameter(name), before[name] - 0.1 * gradients[name], 1e-12)
@@ -343,10 +316,8 @@ def test_a_scripted_function_in_a_watched_forward_is_a_use_that_nobody_knows():
     net = nn.Sequential(Scripted(), nn.Linear(4, 40)).double()
     opt = exact(net)
     for i in range(6):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4, seed=i))).backward()
-        gradient = net[0].w.grad.clone()
-        assert_close(taken(opt, net)["0.w"], gradient, 1e-12)
+        gradients, steps = stepped(net, opt, normal(6, 4, seed=i))
+        assert_close(steps["0.w"], gradients["0.w"], 1e-12)
     assert "Scripted uses it in a way" in opt.preconditioner.coverage().left["0.w"].reason
 
 
@@ -391,9 +362,8 @@ def test_shared_bias_leaves_the_weights_covered():
     opt = noisy(net)
     assert sides(opt) == {"0": (1, 3, 3), "2": (1, 3, 3)}
     assert list(opt.preconditioner.uncovered) == ["0.bias"]
-    loss_of(net(normal(5, 3))).backward()
-    gradient = net[0].bias.grad.clone()
-    assert_close(taken(opt, net)["0.bias"], gradient, 1e-12)
+    gradients, steps = stepped(net, opt, normal(5, 3))
+    assert_close(steps["0.bias"], gradients["0.bias"], 1e-12)
 
 
 def test_papers_normalization_covers_what_the_papers_cover():
@@ -436,17 +406,6 @@ def test_skip_layers(patterns, left):
     assert set(opt.preconditioner.layers) == left
     assert not opt.preconditioner.uncovered  # the user knows
     assert opt.preconditioner.skipped
-
-
-def test_skipped_layers_get_their_raw_gradient():
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)))
-    opt = quiet(net, skip_layers=["0"])
-    loss_of(net(normal(5, 3))).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
-    for name in ("0.weight", "0.bias"):
-        assert_close(steps[name], gradients[name], 1e-12)
-    assert (steps["2.weight"] - gradients["2.weight"]).abs().max() > 1e-3
 
 
 # ---------------------------------------------------------------- a kind of a user's own
@@ -620,13 +579,9 @@ def test_weights_that_moved_within_the_model_are_still_its_own():
 def test_weight_norm_and_parametrized_modules(wrap):
     net = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
     wrap(net[0])
-    x = normal(6, 4)
-    with pytest.warns(UserWarning, match="raw gradients"):
-        opt = exact(net)
+    opt = noisy(net)
     assert list(opt.preconditioner.layers) == ["2"]
-    loss_of(net(x)).backward()
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    steps = taken(opt, net)
+    gradients, steps = stepped(net, opt, normal(6, 4))
     for name, gradient in gradients.items():
         if name.startswith("0."):
             assert_close(steps[name], gradient, 1e-12, name)
@@ -642,10 +597,8 @@ def test_module_parametrized_after_construction():
     parametrizations.orthogonal(net[0])
     with pytest.warns(UserWarning) as caught:
         for _ in range(4):  # until calls around the module have been searched
-            opt.zero_grad()
-            loss_of(net(normal(6, 4))).backward()
-            gradient = net.get_parameter("0.parametrizations.weight.original").grad.clone()
-            steps = taken(opt, net)
+            gradients, steps = stepped(net, opt, normal(6, 4))
     texts = [str(one.message) for one in caught]
     assert len(texts) == 2 and "no statistics" in texts[0] and "original: 20" in texts[1]
-    assert_close(steps["0.parametrizations.weight.original"], gradient, 1e-12)
+    original = "0.parametrizations.weight.original"
+    assert_close(steps[original], gradients[original], 1e-12)

@@ -38,15 +38,14 @@ from tests.support.cluster import (
     OPTIMIZERS,
     Plan,
     Scattered,
-    Trained,
     assert_alike,
     average,
     batch,
-    build,
     error,
     even,
     kept,
     network,
+    share,
     taken_by,
     train,
     train_alone,
@@ -243,34 +242,15 @@ def test_factors_of_ragged_batches_are_those_of_the_joined_batch(name, strategy)
     sizes = ((1, 2), (4,), (2, 1, 1))
     options = {"weight_sharing": sharing, "factor_update_steps": 1, "factor_decay": 0.7}
     options = {**PAPERS["eigen"], **options}
-    plan = Plan(sizes, name, base={"lr": 0.0}, options=options, spread=spread, steps=3)
+    how: dict[str, Any] = {"wrapper": None, "weighs": False, "steps": 3}
+    plan = Plan(sizes, name, base={"lr": 0.0}, options=options, spread=spread, **how)
     with pytest.warns(UserWarning, match="lr 0 at construction"):
         expected = train_alone(plan).factors
     found: dict[Any, Tensor] = {}
-    for rank in run(plan.world, train_unweighed, plan):
-        assert not found.keys() & rank.keys()  # each is kept once
-        found |= rank
+    for rank in run(plan.world, train, plan):
+        assert not found.keys() & rank.factors.keys()  # each is kept once
+        found |= rank.factors
     assert error(found, expected) < 1e-12
-
-
-def train_unweighed(plan: Plan) -> dict[tuple[str, str], Tensor]:
-    """Each rank's loss is the mean over its own examples; the factors that it keeps then."""
-    rank = dist.get_rank()
-    model = network(plan.network)
-    opt = build(plan, model, model, **plan.spread)
-    sizes = plan.sizes[rank]
-    before = sum(sum(own) for own in plan.sizes[:rank])
-    for step in range(plan.steps):
-        x, y = batch(plan.network, step, plan.rows)
-        opt.zero_grad()
-        start = before
-        for n in sizes:
-            part = slice(start, start + n)
-            (F.cross_entropy(model(x[part]), y[part]) * n / sum(sizes)).backward()
-            start += n
-        average(model.parameters())
-        opt.step()
-    return kept(opt)
 
 
 class Unnamed(WorkAssignment):
@@ -280,15 +260,8 @@ class Unnamed(WorkAssignment):
         return 1
 
 
-def train_unnamed(plan: Plan) -> Trained:
-    return train(dataclasses.replace(plan, spread={"assignment": Unnamed()}))
-
-
 def test_a_short_assignment_of_a_user():
-    plan = Plan(even(2, ROWS), steps=3)
-    ranks = run(2, train_unnamed, plan)
-    assert_alike([rank.parameters for rank in ranks])
-    assert error(ranks[0].parameters, train_alone(plan).parameters) < 1e-9
+    check(Plan(even(2, ROWS), spread={"assignment": Unnamed()}, steps=3), 1e-9)
 
 
 # ---- the same bits ----
@@ -502,10 +475,10 @@ def alive_when_filled(owners: list[int]) -> int:
     buckets = [Bucket([Sum(r, size, i)], range(ranks.world)) for i, r in enumerate(owners)]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
-    send = ranks._send
+    exchange = ranks._exchange
 
     def noted(*args: Any) -> Any:
-        flight = send(*args)
+        flight = exchange(*args)
         received.append(weakref.ref(flight.received.untyped_storage()))
         return flight
 
@@ -514,7 +487,7 @@ def alive_when_filled(owners: list[int]) -> int:
             counts.append(alive(received, at_most=2))
             yield bucket, [torch.ones(size)]
 
-    with mock.patch.object(ranks, "_send", noted):
+    with mock.patch.object(ranks, "_exchange", noted):
         for sums in ranks.reduce_to_owners(loads(), "x"):
             del sums
     return max(counts)
@@ -596,7 +569,6 @@ def branched(
     world: int = 3,
 ) -> Result:
     """Some examples a rank, or those of all ranks; what is ``frozen`` is not from step 2 on."""
-    rank = dist.get_rank() if dist.is_initialized() else None
     model = network("branched")
     parameters = dict(model.named_parameters())
     for name in frozen:
@@ -609,11 +581,10 @@ def branched(
             model.requires_grad_(True)
         x, y = batch("branched", step, rows * world)
         through = torch.tensor([flag == "1" for flag in used]).repeat_interleave(rows)
-        if rank is not None:
-            x, y, through = (t.chunk(world)[rank] for t in (x, y, through))
+        x, y, through = share(x, y, through)
         opt.zero_grad()
         F.cross_entropy(wrapped(x, through), y).backward()
-        if rank is not None and not with_ddp:
+        if not with_ddp:
             average(p for n, p in parameters.items() if "1" in used or "branch" not in n)
         opt.step()
     return values(model), kept(opt)
@@ -658,9 +629,8 @@ def test_a_branch_that_is_unfrozen(method, frozen, uses, assignment, often):
 
 def parted(options: dict[str, Any], world: int) -> dict[str, Tensor]:
     """Two optimizers, each on its part of the model."""
-    rank = dist.get_rank() if dist.is_initialized() else None
     model = network("images")
-    wrapped = model if rank is None else DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     names = ("first", "norm", "grouped")
     body = [p for n, p in model.named_parameters() if n.startswith(names)]
     rest = [p for n, p in model.named_parameters() if not n.startswith(names)]
@@ -669,9 +639,7 @@ def parted(options: dict[str, Any], world: int) -> dict[str, Tensor]:
     other = KFACSGD(rest, **STEPS, model=wrapped, **{**options, "compute_method": "inverse"})
     rows = ROWS if one.preconditioner.rule.makes_directions else FEW
     for step in range(6):
-        x, y = batch("images", step, rows * world)
-        if rank is not None:
-            x, y = (t.chunk(world)[rank] for t in (x, y))
+        x, y = share(*batch("images", step, rows * world))
         for opt in (one, other):
             opt.zero_grad()
         F.cross_entropy(wrapped(x), y).backward()
@@ -728,7 +696,6 @@ STEPS_OF_SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
 
 def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]:
     """A model that gets another layer, or another head, while it is trained."""
-    rank = dist.get_rank() if dist.is_initialized() else None
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(INPUTS, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES)
@@ -744,13 +711,10 @@ def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]
                 model[4] = new[0]
             for layer in new:
                 opt.add_param_group({"params": layer.parameters(), "lr": 0.05})
-        x, y = batch("chain", step, ROWS * world)
-        if rank is not None:
-            x, y = (t.chunk(world)[rank] for t in (x, y))
+        x, y = share(*batch("chain", step, ROWS * world))
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        if rank is not None:
-            average(model.parameters())
+        average(model.parameters())
         opt.step()
     return values(model)
 
@@ -800,9 +764,9 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
         def __init__(self, kind: str, work: Any) -> None:
             self.kind, self.work = kind, work
 
-        def wait(self) -> None:
+        def wait(self) -> Tensor:
             seen.append(f"wait for {self.kind}")
-            self.work.wait()
+            return self.work.wait()
 
     def exchanged(self: Ranks, *args: Any) -> Waiting:
         seen.append(f"send {args[-1]}")
@@ -847,6 +811,6 @@ def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
 @pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 def test_sharded_gradients_travel_by_what_a_rank_has_of_them():
     size = sum(4 * p.numel() for p in different_shapes().parameters())
-    for share, count in ((0.6, 2), (0.3, 4)):  # of the whole; each there and back
-        for seen in run(2, events, {"bucket_cap_mb": share * size / 2**20}, True):
+    for part, count in ((0.6, 2), (0.3, 4)):  # of the whole; each there and back
+        for seen in run(2, events, {"bucket_cap_mb": part * size / 2**20}, True):
             assert seen.count("wait for gradients") == count

@@ -21,7 +21,7 @@ from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import products
 from tests.support import groups, training
 from tests.support.branches import Branches
-from tests.support.cluster import average, rank, taken_by, weights, world
+from tests.support.cluster import average, rank, share, taken_by, weights, world
 from tests.support.ranks import run
 from tests.support.training import (
     METHODS,
@@ -70,8 +70,8 @@ def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
 
 def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """This rank's part of batch ``i``."""
-    x, y = whole(i, dtype)
-    return x.chunk(world())[rank()], y.chunk(world())[rank()]
+    x, y = share(*whole(i, dtype))
+    return x, y
 
 
 def learn(
@@ -88,12 +88,12 @@ def learn(
 
 
 def trains(options: dict[str, Any]) -> list[Tensor]:
-    """Take plain steps; of options, ``make`` builds the model."""
+    """Take some steps; of options, ``make`` builds the model, and ``step`` takes a step."""
     options = dict(options)
-    model = ddp(options.pop("make", net)())
+    model, step = ddp(options.pop("make", net)()), options.pop("step", learn)
     opt = optimizer(model, **options)
     for i in range(STEPS):
-        learn(model, opt, i)
+        step(model, opt, i)
     return weights(model)
 
 
@@ -180,22 +180,16 @@ def test_layers_that_are_called_otherwise_than_once_in_order(make: Any, strategy
     compare(trains, strategy, make=make)
 
 
-def looks_first(options: dict[str, Any]) -> list[Tensor]:
+def looks_first(model: nn.Module, opt: Any, i: int) -> None:
     """A forward pass in training mode under ``no_grad`` comes before the real one."""
-    model = ddp(net())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        with torch.no_grad():
-            model(whole(50 + i)[0])
-        learn(model, opt, i)
-    return weights(model)
+    with torch.no_grad():
+        model(whole(50 + i)[0])
+    learn(model, opt, i)
 
 
-def evaluates(options: dict[str, Any]) -> list[Tensor]:
+def evaluates(wrapped: nn.Module, opt: Any, i: int) -> None:
     """One rank evaluates, as most do, between steps and between a backward pass and its step."""
-    model = net()
-    wrapped = ddp(model)
-    opt = optimizer(wrapped, **options)
+    model: Any = getattr(wrapped, "module", wrapped)
 
     def evaluate() -> None:
         if rank() == 0:
@@ -205,20 +199,14 @@ def evaluates(options: dict[str, Any]) -> list[Tensor]:
             model(whole(78)[0])  # with gradients, by a forgetful user
             model.train()
 
-    for i in range(STEPS):
-        learn(wrapped, opt, i, before_step=evaluate)
-        evaluate()
-    return weights(model)
+    learn(wrapped, opt, i, before_step=evaluate)
+    evaluate()
 
 
-def pauses(options: dict[str, Any]) -> list[Tensor]:
+def pauses(model: nn.Module, opt: Any, i: int) -> None:
     """Some steps have no statistics."""
-    model = ddp(net())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        with opt.preconditioner.paused() if i in (0, 3) else nullcontext():
-            learn(model, opt, i)
-    return weights(model)
+    with opt.preconditioner.paused() if i in (0, 3) else nullcontext():
+        learn(model, opt, i)
 
 
 # ---- steps that are left out ----
@@ -238,16 +226,12 @@ def test_a_step_before_any_gradient_is_not_counted():
     assert resumed.preconditioner.steps == opt.preconditioner.steps == 3
 
 
-def skips(options: dict[str, Any]) -> list[Tensor]:
+def skips(model: nn.Module, opt: Any, i: int) -> None:
     """A backward pass has no step."""
-    model = ddp(net())
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        if i == 2:
-            F.mse_loss(model(whole(60)[0]), whole(60)[1]).backward()
-            opt.zero_grad()
-        learn(model, opt, i)
-    return weights(model)
+    if i == 2:
+        F.mse_loss(model(whole(60)[0]), whole(60)[1]).backward()
+        opt.zero_grad()
+    learn(model, opt, i)
 
 
 def scales(options: dict[str, Any]) -> list[Tensor]:
@@ -268,20 +252,16 @@ def scales(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-def asks_for_its_state(options: dict[str, Any]) -> list[Tensor]:
+def asks_for_its_state(model: nn.Module, opt: Any, i: int) -> None:
     """Only one rank saves or copies: nothing may be exchanged for it."""
-    model = ddp(net())
-    opt = optimizer(model, **options)
 
     def ask() -> None:
         if rank() == 0:
             opt.state_dict()
             copy.deepcopy(opt)
 
-    for i in range(STEPS):
-        learn(model, opt, i, before_step=ask)
-        ask()
-    return weights(model)
+    learn(model, opt, i, before_step=ask)
+    ask()
 
 
 # ---- layers that a step does not use ----
@@ -358,14 +338,19 @@ def without_rows(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-SITUATIONS = [looks_first, evaluates, pauses, skips, scales, asks_for_its_state, without_rows]
+SITUATIONS: list[tuple[Situation, dict[str, Any]]] = [
+    *((trains, {"step": x}) for x in (looks_first, evaluates, pauses, skips, asks_for_its_state)),
+    *((situation, {}) for situation in (scales, without_rows)),
+]
 
 
 @every_strategy
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize(("situation", "options"), SITUATIONS)
 @pytest.mark.filterwarnings("ignore:layer .* no statistics", "ignore:state_dict")
-def test_ranks_take_the_steps_of_one_process(situation: Situation, strategy: str) -> None:
-    compare(situation, strategy)
+def test_ranks_take_the_steps_of_one_process(
+    situation: Situation, options: dict[str, Any], strategy: str
+) -> None:
+    compare(situation, strategy, **options)
 
 
 def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import EARLY
-from tests.core.test_checkpoint import quietly_load
+from tests.optim.test_checkpoint import quietly_load
 from tests.support import groups
 from tests.support.cluster import rank, taken_by, weights, world
 from tests.support.ranks import run

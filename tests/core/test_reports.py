@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import warnings
 from pathlib import Path
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from kaisa_optim.core.options import OPTIONS, SETTABLE, Hyperparameters
+from kaisa_optim.core.preconditioner import Preconditioner
+from kaisa_optim.core.reports import Answers
 from tests.core.test_coverage import UNCOVERED, Mixed, quiet
 from tests.support.watch import exact, seeded
 
@@ -34,12 +39,7 @@ def test_repr_always_lists_what_is_not_covered():
         opt = exact(net, skip_layers=["^out$"])
         rounding = exact(net, statistics_precision="medium")
     text = repr(opt.preconditioner)
-    before, covered, raw, skipped = (
-        text.replace("raw gradients:", "|")
-        .replace("skipped:", "|")
-        .replace("covered:", "|")
-        .split("|")
-    )
+    before, covered, raw, skipped = re.split("covered:|raw gradients:|skipped:", text)
     assert "eigen" in before and "0 steps taken" in before
     assert "statistics every 10, refreshes every 50 steps, all layers at once\n" in before
     told = "every 10 in medium precision, refreshes every 50 steps, up to 1 layer at a time\n"
@@ -177,3 +177,24 @@ def test_factors_of_an_unknown_layer_and_of_one_without_statistics():
         opt.preconditioner.factors("nine")
     with pytest.raises(KeyError, match="layer '0' has no statistics yet"):
         opt.preconditioner.factors("0")
+
+
+# ---- settings and answers ----
+
+ANSWERS = [name for name in vars(Answers) if not name.startswith("_") and name not in SETTABLE]
+
+
+def test_every_setting_and_every_answer_has_a_text() -> None:
+    for name in SETTABLE:
+        text = inspect.getdoc(getattr(Preconditioner, name))
+        assert text == OPTIONS[name].help == inspect.getdoc(vars(Hyperparameters)[name])
+    assert len(ANSWERS) > 10 and all(inspect.getdoc(getattr(Preconditioner, n)) for n in ANSWERS)
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_never_set(name: str) -> None:
+    kfac = exact(nn.Linear(3, 2)).preconditioner
+    with pytest.raises(AttributeError, match=name):
+        setattr(kfac, name, None)
+    with pytest.raises(AttributeError, match="layrs = 1: the preconditioner has no layrs"):
+        kfac.layrs = 1

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import assert_same, backward, factors, network, train
+from tests.support.training import ANEW, assert_same, backward, factors, network, train
 from tests.support.watch import Watch, assert_close, factors_of, normal, rows_of
 
-ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 NAMES = ["0", "2"]
 SHARES = torch.tensor([1.0, 1, 1, 1e-3, 1e-3, 1e-3], dtype=torch.float64)[:, None]
 property_test = settings(max_examples=15)
@@ -39,7 +38,7 @@ class Grouped(nn.Module):
 def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
     """Block by block; A enters as it is. Both as means that the decay weighs."""
     model = Grouped()
-    opt = KFACAdam(model, lr=0.0, factor_decay=decay, max_factor_size=widest, **ALWAYS)
+    opt = KFACAdam(model, lr=0.0, factor_decay=decay, max_factor_size=widest, **ANEW)
     weight, means = 0.0, [torch.zeros(()), torch.zeros(())]
     for step, exponent in enumerate(exponents):
         twin = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2).double())
@@ -73,7 +72,7 @@ def test_under_the_papers_methods_g_keeps_its_scale():
 
 def test_a_g_of_zero_enters_as_zero():
     model = network()
-    opt = KFACSGD(model, lr=0.1, factor_decay=0.5, **ALWAYS)
+    opt = KFACSGD(model, lr=0.1, factor_decay=0.5, **ANEW)
     backward(model, 0)
     opt.step()
     first = factors(opt)["2"][1]
@@ -88,7 +87,7 @@ def test_a_g_of_zero_enters_as_zero():
 def test_sums_that_are_not_finite_stay_out_and_are_named(number, widest):
     """Whatever they are divided by; the other layer's G counts."""
     model = network()
-    opt = KFACSGD(model, lr=0.0, max_factor_size=widest, **ALWAYS)
+    opt = KFACSGD(model, lr=0.0, max_factor_size=widest, **ANEW)
     train(model, opt, range(2))
     before = factors(opt)
     opt.zero_grad()
@@ -113,7 +112,7 @@ def test_sums_that_are_not_finite_stay_out_and_are_named(number, widest):
 def test_a_mean_that_overflows_divides_nothing():
     """Divided by infinity, finite sums would be zeros, and zeros would be taken."""
     model = network(dtype=torch.float32)
-    opt = KFACSGD(model, lr=0.1, **ALWAYS)
+    opt = KFACSGD(model, lr=0.1, **ANEW)
     train(model, opt, range(2))
     before = factors(opt)
     opt.zero_grad()

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
+from tests.support.training import ANEW, early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
-ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
 widths = st.integers(1, 5)
 seeds = st.integers(0, 9999)
 dampings = st.sampled_from([1e-3, 0.01, 0.3])
 property_test = settings(max_examples=15)
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "SGD": lambda *given, **how: KFACSGD(*given, lr=0.3, momentum=0.9, **ALWAYS, **how),
-    "Adam": lambda *given, **how: KFACAdam(*given, lr=0.1, **ALWAYS, **how),
+    "SGD": lambda *given, **how: KFACSGD(*given, lr=0.3, momentum=0.9, **ANEW, **how),
+    "Adam": lambda *given, **how: KFACAdam(*given, lr=0.1, **ANEW, **how),
 }
 bases = pytest.mark.parametrize("base", OPTIMIZERS)
 
@@ -106,7 +106,7 @@ def test_directions_of_dense_factors(wide, narrow, n, seed, damping, bias, wides
     """Exactly if singular values become equal, and else as polynomials make them nearly so."""
     torch.manual_seed(seed)
     model = Kinds(wide, narrow, bias).double()
-    opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ALWAYS)
+    opt = KFACSGD(model, lr=0.1, damping=damping, max_factor_size=widest, momentum=0.7, **ANEW)
     known = products.orthogonalized
     with mock.patch.object(products, "orthogonalized", exactly if exact else known):
         for step in range(3):
@@ -282,28 +282,7 @@ def test_a_momentum_of_zero_gives_no_step(base):
 # ---- kinds of layers ----
 
 
-def equal(
-    base: str,
-    pair: tuple[nn.Module, nn.Module],
-    parts: Callable[[nn.Module], list[Tensor]],
-    others: Callable[[nn.Module], list[Tensor]],
-    inputs: Callable[[int], Tensor] = batches,
-) -> None:
-    """Train both and compare what the first has with what the second has, as matrices."""
-    one, other = pair
-    for p, q in zip(parts(one), others(other), strict=True):
-        q.copy_(p)
-    before = [p.clone() for p in parts(one)]
-    for model in pair:
-        opt = OPTIMIZERS[base](model)
-        assert not opt.preconditioner.uncovered
-        trained(model, opt, inputs)
-    for p, q, start in zip(parts(one), others(other), before, strict=True):
-        assert (p - start).norm() > 1e-3
-        assert_close(p - start, q - start, 1e-7)
-
-
-class OnParts(nn.Module):
+class Split(nn.Module):
     """A layer for each half of the channels."""
 
     def __init__(self) -> None:
@@ -315,91 +294,75 @@ class OnParts(nn.Module):
         return torch.cat([part(half) for part, half in halves], 1)
 
 
-def images(step: int) -> Tensor:
-    return normal(5, 4, 6, seed=step)
-
-
-@bases
-def test_a_grouped_convolution_is_a_block_for_each_group(base):
-    pair = nn.Conv1d(4, 6, 2, groups=2).double(), OnParts().double()
-
-    def parts(conv: nn.Module) -> list[Tensor]:
-        return [x.detach() for x in (*conv.weight.chunk(2), *conv.bias.chunk(2))]
-
-    def others(model: nn.Module) -> list[Tensor]:
-        return [getattr(p, key).detach() for key in ("weight", "bias") for p in model.parts]
-
-    equal(base, pair, parts, others, images)
-
-
-class Unfolded(nn.Module):
-    def __init__(self) -> None:
+class Through(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.linear = nn.Linear(2 * 3 * 2, 3)
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        patches = F.unfold(x, (3, 2), padding=1, stride=2)
-        out = self.linear(patches.mT).mT
-        return out.unflatten(2, (-1, (x.shape[3] + 2 - 2) // 2 + 1))
+        return self.function(x)
 
 
-@bases
-def test_a_convolution_is_a_linear_layer_on_patches(base):
-    pair = nn.Conv2d(2, 3, (3, 2), padding=1, stride=2).double(), Unfolded().double()
-    equal(
-        base,
-        pair,
-        lambda conv: [conv.weight.detach().view(3, -1), conv.bias.detach()],
-        lambda model: [p.detach() for p in model.parameters()],
+def on_rows(function: Callable[[Tensor], Tensor], width: int, bias: bool = False) -> nn.Module:
+    """Return a linear layer on rows that a function makes of the input."""
+    return nn.Sequential(Through(function), nn.Linear(width, 3, bias))
+
+
+def words(step: int) -> Tensor:
+    return torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(step))
+
+
+# Layers, the same as other layers, what the first has as the second has it, and inputs.
+TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any, Any]] = {
+    "a block for each group": (
+        lambda: nn.Conv1d(4, 6, 2, groups=2),
+        Split,
+        lambda conv: [
+            x for w, b in zip(conv.weight.chunk(2), conv.bias.chunk(2), strict=True) for x in (w, b)
+        ],
+        lambda step: normal(5, 4, 6, seed=step),
+    ),
+    "patches": (
+        lambda: nn.Conv2d(2, 3, (3, 2), padding=1, stride=2),
+        lambda: on_rows(lambda x: F.unfold(x, (3, 2), padding=1, stride=2).mT, 12, True).append(
+            Through(lambda x: x.mT)
+        ),
+        lambda conv: [conv.weight.view(3, -1), conv.bias],
         lambda step: normal(4, 2, 5, 4, seed=step),
-    )
-
-
-class WithOnes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(torch.cat([x, torch.ones_like(x[:, :1])], 1))
-
-
-@bases
-def test_a_bias_is_one_more_column(base):
-    equal(
-        base,
-        (nn.Linear(4, 3).double(), WithOnes().double()),
-        lambda linear: [linear.weight.detach(), linear.bias.detach()],
-        lambda model: [model.linear.weight.detach()[:, :4], model.linear.weight.detach()[:, 4]],
-    )
-
-
-class OneHot(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(7, 3, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(F.one_hot(x, 7).double())
-
-
-@bases
-def test_a_table_is_a_linear_layer_on_one_hot_rows(base):
-    """Its A is diagonal; rows that no batch has keep still in both."""
-
-    def words(step: int) -> Tensor:
-        return torch.randint(6, (5, 3), generator=torch.Generator().manual_seed(step))
-
-    pair = nn.Embedding(7, 3).double(), OneHot().double()
-    table = copy.deepcopy(pair[0].weight.detach())
-    equal(
-        base,
-        pair,
-        lambda table: [table.weight.detach().T],
-        lambda model: [model.linear.weight.detach()],
+    ),
+    "a bias as one more column": (
+        lambda: nn.Linear(4, 3),
+        lambda: on_rows(lambda x: F.pad(x, (0, 1), value=1.0), 5),
+        lambda linear: [torch.cat([linear.weight, linear.bias[:, None]], 1)],
+        batches,
+    ),
+    # A is diagonal; rows that no batch has keep still in both.
+    "one-hot rows": (
+        lambda: nn.Embedding(7, 3),
+        lambda: on_rows(lambda x: F.one_hot(x, 7).double(), 7),
+        lambda table: [table.weight.T],
         words,
-    )
-    assert torch.equal(pair[0].weight[6], table[6])
+    ),
+}
+
+
+@bases
+@pytest.mark.parametrize("kind", TWINS)
+def test_a_layer_is_another_one(base, kind):
+    make, make_other, as_other, inputs = TWINS[kind]
+    one, other = make().double(), make_other().double()
+    before = [p.detach().clone() for p in as_other(one)]
+    for p, start in zip(other.parameters(), before, strict=True):
+        p.data.copy_(start)
+    for model in (one, other):
+        opt = OPTIMIZERS[base](model)
+        assert not opt.preconditioner.uncovered
+        trained(model, opt, inputs)
+    for p, q, start in zip(as_other(one), other.parameters(), before, strict=True):
+        assert (p - start).norm() > 1e-3
+        assert_close(p - start, q - start, 1e-7)
+    if kind == "one-hot rows":
+        assert torch.equal(one.weight[6], before[0].T[6])
 
 
 @bases
@@ -417,6 +380,24 @@ def test_layers_of_one_row_or_column(base, inside, outside):
     wanted = expected(a, g, momentum, 0.1)
     for one in (direction, step):
         assert_close(one / one.norm(), wanted / wanted.norm(), 1e-7)
+
+
+def test_each_layer_has_its_own_damping_from_the_next_refresh_on():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+    dampings = zip(model, (0.1, 0.02, 0.5), strict=True)
+    groups = [{"params": layer.parameters(), "damping": damping} for layer, damping in dampings]
+    with early():
+        opt = KFACSGD(groups, lr=0.1, model=model, inv_update_steps=2, staggered=False)
+    for step, times in enumerate((1, 1, 10)):
+        opt.zero_grad()
+        loss_of(model(batches(step))).backward()
+        with stepped_blocks() as found, mock.patch.object(products, "orthogonalized", exactly):
+            opt.step()
+        for i, first in enumerate((0.1, 0.02, 0.5)):
+            (a,), (g,) = opt.preconditioner.factors(str(i))
+            (momentum,), (direction,) = found[str(i)]
+            assert_close(direction, expected(a, g, momentum, times * first), 1e-7)
+            opt.param_groups[i]["damping"] = 10 * first
 
 
 def test_projections_into_an_attention_are_blocks_of_their_own():

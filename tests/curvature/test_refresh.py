@@ -25,6 +25,7 @@ from tests.support import groups
 from tests.support import reference as ref
 from tests.support.ranks import run
 from tests.support.training import (
+    ANEW,
     EVERY_STEP,
     assert_near,
     assert_same,
@@ -42,7 +43,7 @@ REFERENCES = {"eigen": "eigen", "outer product": "eigen-outer"}
 REFERENCES |= {"inverse": "inverse-pi", "full inverse": "inverse-full"}
 METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERENCES.items()}
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
-ALWAYS["polar"] = {"factor_update_steps": 1, "inv_update_steps": 1}
+ALWAYS["polar"] = ANEW
 SOLVERS: dict[str, tuple[Any, str]] = {
     "eigen": (roots, "eigendecompose"),
     "inverse": (products, "damped_inverse"),
@@ -82,6 +83,8 @@ class Parts(nn.Module):
             x = torch.tanh(self.parts[i](x))
         return x[:, :3]
 
+
+NAMES = {f"parts.{i}" for i in range(5)}
 
 # ---- storage ----
 
@@ -443,6 +446,39 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ALWAYS)
+@pytest.mark.parametrize("side", ["a", "g"])
+@pytest.mark.parametrize("widest", [16384, 2])
+def test_a_state_that_fails_is_the_older_one_of_its_layer_alone(kind, side, widest):
+    """Layers of its shape, which are decomposed together, have new states."""
+    models = Parts(), Parts()
+    opts = [KFACSGD(x, lr=0.0, max_factor_size=widest, **ALWAYS[kind]) for x in models]
+    train(models[0], opts[0], [0])
+    train(models[1], opts[1], [0])
+    older = {name: [t.clone() for t in state_of(opts[0], name)] for name in NAMES}
+    kept = {key: t.clone() for key, t in groups.state(opts[0], "parts.1", side).items()}
+    groups.averages(opts[0])["parts.1", side].fill_(math.nan)
+    train(models[0], opts[0], [1])
+    train(models[1], opts[1], [1])
+    assert_same(groups.state(opts[0], "parts.1", side), kept)
+    for name in NAMES - {"parts.1"}:
+        assert_near(state_of(opts[0], name), state_of(opts[1], name), 1e-9, 1e-12)
+        assert not any(map(torch.equal, state_of(opts[0], name), older[name]))
+
+
+@pytest.mark.parametrize("kind", METHODS)
+def test_layers_of_one_shape_have_their_own_dampings(kind):
+    model, dampings = Parts(), (0.1, 0.02, 0.5, 0.3, 0.05)
+    parts = zip(model.parts, dampings, strict=True)
+    params = [{"params": part.parameters(), "damping": damping} for part, damping in parts]
+    opt = KFACSGD(params, lr=1.0, model=model, **ALWAYS[kind])
+    before = values(model)
+    train(model, opt, [0])
+    for i, damping in enumerate(dampings):
+        wanted = expected(opt, f"parts.{i}", kind, damping)
+        assert_near(moved_matrix(before, model, f"parts.{i}"), wanted)
+
+
 def test_a_first_state_that_fails_is_the_identity(method, planted):
     model, opt, *_ = pair_of_runs(method, planted)
     planted.fails = lambda matrices: size_of(matrices) == 7
@@ -613,9 +649,6 @@ def refreshes(
     return seen
 
 
-NAMES = {f"parts.{i}" for i in range(5)}
-
-
 @pytest.mark.parametrize("method", ["eigen", "inverse", "polar"])
 @pytest.mark.parametrize(("gathering", "interval"), [(1, 1), (1, 5), (2, 4), (5, 5), (3, 7)])
 def test_each_shape_is_refreshed_in_one_of_two_steps_of_an_interval(gathering, interval, method):
@@ -711,25 +744,6 @@ def test_turns_stay_as_they_are():
 
 def diagonals() -> Tensor:
     return torch.eye(3).mul(torch.arange(1.0, 5.0)[:, None, None]).contiguous()
-
-
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("damping", [None, torch.ones(4)], ids=["bare", "damped"])
-def test_a_factor_that_fails_is_flagged_beside_the_others(damping, raises):
-    seen = []
-
-    def solve(factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
-        seen.append(len(factors))
-        failed = (factors.diagonal(0, 1, 2)[:, 0] - 3).abs() < 1e-3
-        if raises and failed.any():
-            raise torch.linalg.LinAlgError("planted")
-        found = (2 * factors).masked_fill(failed[:, None, None], torch.nan)
-        return (found,) if damping is not None else (found[..., 0], found)
-
-    results, good = refresh.attempt(diagonals(), damping, solve, diagonal=False)
-    assert seen == ([4, 1, 1, 1, 1] if raises else [4])
-    assert good.tolist() == [True, True, False, True] and len(results) == 1 + (damping is None)
-    assert torch.equal(results[-1][good], 2 * diagonals()[good]) and results[-1][2].isnan().any()
 
 
 def of_cusolver(status: str, call: str) -> RuntimeError:

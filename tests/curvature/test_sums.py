@@ -13,8 +13,7 @@ from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
 from tests.support import groups
 from tests.support.close import assert_close
-
-POLAR = {"factor_update_steps": 1, "inv_update_steps": 1}
+from tests.support.training import ANEW
 
 
 def step(net, x, **options):
@@ -69,7 +68,7 @@ def test_gradients_of_any_size_give_the_same_factors(power, apart, make, lr):
     for first in (0, power):
         torch.manual_seed(0)
         net = make()
-        opt = KFACAdam(net, lr=lr, eps=0.0, **POLAR)
+        opt = KFACAdam(net, lr=lr, eps=0.0, **ANEW)
         for x in torch.randn(6, 2, 8, 1, 5):
             opt.zero_grad()
             for part, scale in zip(x, (first, first + apart), strict=True):
@@ -84,7 +83,7 @@ def test_gradients_of_any_size_give_the_same_factors(power, apart, make, lr):
 def test_inputs_whose_squares_are_zero_leave_the_identity():
     torch.manual_seed(0)
     net = nn.Linear(5, 3, bias=False)
-    opt = KFACAdam(net, lr=0.01, **POLAR)
+    opt = KFACAdam(net, lr=0.01, **ANEW)
     before = net.weight.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

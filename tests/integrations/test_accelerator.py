@@ -202,40 +202,35 @@ ON = {Images: [*OF_KINDS, *OF_IMAGES], Tokens: [*OF_KINDS, *OF_TOKENS]}
 
 
 @pytest.mark.parametrize(
-    ("network", "name"), [(network, name) for network, names in ON.items() for name in names]
+    ("network", "name", "halves"),
+    [
+        *((network, name, False) for network, names in ON.items() for name in names),
+        *((network, name, True) for network in ON for name in ("Adam", "halves")),
+    ],
 )
-def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name):
-    """And the host waits for it in full refreshes alone: in the first step."""
-    elsewhere(_check_training, network, name)
+def test_a_device_is_trained_on_as_the_cpu_is(elsewhere, network, name, halves):
+    """And the host waits for it in full refreshes alone: in the first step.
+
+    With ``halves``, both multiply in bfloat16.
+    """
+    elsewhere(_check_training, network, name, halves)
 
 
-def _check_training(network: type[nn.Module], name: str) -> None:
-    wanted, _ = train(network, CASES[name], 4, "cpu")
-    got, found = train_there(network, CASES[name], 4)
+def _check_training(network: type[nn.Module], name: str, halves: bool) -> None:
+    how = {"dtype": torch.float32 if halves else torch.float64}
+    with mock.patch.object(products, "_multiplies_brain_floats", lambda device: halves):
+        wanted, _ = train(network, CASES[name], 4, "cpu", **how)
+        got, found = train_there(network, CASES[name], 4, **how)
     # Sums are split otherwise there, and directions in which factors are nearly alike turn by that.
+    near = {"rtol": 0.1, "atol": 0.02} if halves else {"rtol": 1e-3, "atol": 1e-4}
     for key, value in wanted.items():
-        torch.testing.assert_close(got[key], value, rtol=1e-3, atol=1e-4, msg=_named(key))
+        torch.testing.assert_close(got[key], value, **near, msg=_named(key))
     assert found[0]  # else waits would not be seen
     assert found[1:] == [[]] * 3
 
 
 def _named(name: str) -> Callable[[str], str]:
     return lambda message: f"{name}: {message}"
-
-
-@pytest.mark.parametrize("name", ["Adam", "halves"])
-@pytest.mark.parametrize("network", [Images, Tokens])
-def test_products_in_bfloat16_are_taken_there_without_waiting(elsewhere, network, name):
-    elsewhere(_check_halves, network, name)
-
-
-def _check_halves(network: type[nn.Module], name: str) -> None:
-    with mock.patch.object(products, "_multiplies_brain_floats", lambda device: True):
-        wanted, _ = train(network, CASES[name], 5, "cpu", dtype=torch.float32)
-        got, found = train_there(network, CASES[name], 5, dtype=torch.float32)
-    for key, value in wanted.items():
-        torch.testing.assert_close(got[key], value, rtol=0.1, atol=0.02, msg=_named(key))
-    assert found[0] and found[1:] == [[]] * 4
 
 
 def test_labels_are_drawn_without_waiting(elsewhere):

@@ -1,4 +1,4 @@
-"""The arguments of a public class: its docstring, its signature, and what it refuses."""
+"""Arguments of a public class: its docstring, what it refuses, and what brings a warning."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import pydoc
 import re
+import warnings
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import OPTIONS, SECTIONS
-from tests.support.training import network
+from tests.support.training import backward, network, train
 
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda c: c.__name__)
@@ -38,6 +39,7 @@ def test_help_is_plain_and_ends_with_a_point():
     [
         (KFACSGD, "dampning", r"; did you mean damping\?"),  # SGD's dampening is as near
         (KFACLAMB, "dampnig", r"; did you mean damping\?"),
+        (type("Mine", (KFACSGD,), {}), "dampin", r"; did you mean damping\?"),
         (KFACSGD, "momentm", r"; did you mean momentum\?"),
         (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
         (with_kfac(torch.optim.RAdam), "stagered", r"; did you mean staggered\?"),
@@ -99,14 +101,6 @@ def test_what_is_no_iterable_of_parameters_is_refused_as_by_the_base(params):
     assert said[0] == said[1]
 
 
-def test_an_argument_of_a_subclass_is_named_with_it():
-    class Mine(KFACSGD):
-        pass
-
-    with pytest.raises(TypeError, match=r"Mine\(\) got an unexpected .* did you mean damping\?"):
-        Mine(network(), lr=0.1, dampin=0.1)
-
-
 def test_a_base_that_may_know_more_names_receives_them():
     class Open(torch.optim.SGD):
         def __init__(self, params, lr, **rest):
@@ -140,3 +134,58 @@ def test_arguments_in_the_wrong_place_are_told_where_they_belong(args, lr, said)
     model = nn.Linear(3, 2)
     with pytest.raises(ValueError, match=said):
         KFACSGD(model, *args(model), lr=lr)
+
+
+def test_callables_that_keep_their_arguments_to_themselves():
+    model = network()
+    callables = {"damping": {0: 0.5}.get, "statistics_fraction": lambda *steps: 0.5}
+    opt = KFACSGD(model, lr=0.1, **callables)
+    train(model, opt, [0])
+    assert opt.param_groups[0]["damping"] == 0.5
+
+
+# ---- warnings, and steps that are refused ----
+
+
+def test_lr_0_at_construction_leaves_the_clip_off():
+    with pytest.warns(UserWarning, match="lr 0 at construction turns the KL clip off; build") as w:
+        KFACSGD(network(), lr=0.0, compute_method="eigen")
+    assert [x.filename for x in w] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD(network(), lr=0.0)  # has no clip
+
+
+def test_a_notice_comes_also_in_code_without_a_name():
+    """As some embedded interpreters run it."""
+    code = """
+import torch
+from kaisa_optim import KFACAdam
+model = torch.nn.Linear(4, 3)
+model.scale = torch.nn.Parameter(torch.ones(100))
+KFACAdam(model, lr=0.1)
+"""
+    with pytest.warns(UserWarning, match="the base optimizer updates these"):
+        exec(code, {})
+
+
+def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
+    model = nn.Linear(3, 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4") as found:
+        KFACSGD(model, lr=0.1)
+    assert [w.filename for w in found] == [__file__]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        KFACSGD(model, lr=0.1)
+
+
+def test_cuda_graph_capture_is_refused(monkeypatch):
+    model = network()
+    opt = KFACSGD(model)
+    backward(model, 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="CUDA graph"):
+        opt.step()

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, LAMB, KFACAdam, with_kfac
-from kaisa_optim.curvature.lengths import (
-    AdamLength,
-    FallLength,
-    Length,
-    SGDLength,
-    Share,
-)
 from tests.optim.bases import by_name, give, gradients
 from tests.optim.test_conformance import CASES
 from tests.support.training import (
@@ -32,6 +22,7 @@ from tests.support.training import (
     train,
     values,
 )
+from tests.support.watch import stepped_blocks
 
 optim = torch.optim
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -54,36 +45,6 @@ OTHERS += ["amsgrad"]
 def built(base: str, model: nn.Module, **changed: Any) -> Any:
     cls, settings = BASES[base]
     return with_kfac(cls)(model, **{**settings, **ANEW, **changed})
-
-
-class Seen(NamedTuple):
-    """Directions and momenta of one block, ``[g, a]``."""
-
-    direction: Tensor  # with its length, without a rate that the length does not have
-    momentum: Tensor
-
-
-@contextmanager
-def watched() -> Iterator[dict[str, Seen]]:
-    """Record each layer's direction and momentum of the next step."""
-    seen: dict[str, Seen] = {}
-    with ExitStack() as stack:
-        for cls in (AdamLength, FallLength, SGDLength):
-            own = cls.give
-
-            def recorded(
-                length: Length, share: Share, momenta: Any, peaks: Any, base: Any, own: Any = own
-            ) -> Tensor:
-                terms: Tensor = own(length, share, momenta, peaks, base)
-                stacks = share.directions, momenta
-                directions, blocks = ([x for stack in own for x in stack] for own in stacks)
-                both = zip(share.layers, directions, blocks, peaks, strict=True)
-                for layer, d, m, peak in both:
-                    seen[layer.name] = Seen(d.clone(), m * peak)
-                return terms
-
-            stack.enter_context(mock.patch.object(cls, "give", recorded))
-        yield seen
 
 
 def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
@@ -176,32 +137,6 @@ def test_a_bias_steps_at_its_own_rate(base):
         assert 0.1 < shorter < 10
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("other", [SMALL, 10 * SMALL])
-def test_sgds_layers_have_one_scale(momentum, other):
-    """s = Σ lr ‖M‖² / Σ lr ⟨D, M⟩: to first order the loss falls by Σ lr ‖M‖², as by SGD."""
-    model = network()
-    groups = split(model, ["0.weight", "2.weight"], SMALL, other)
-    opt = with_kfac(optim.SGD)(groups, momentum=momentum, model=model, **ANEW)
-    give(model, opt, 0)
-    before = values(model)
-    with watched() as seen:
-        give(model, opt, 1)
-    fall = along = 0.0
-    for d, m in seen.values():
-        rates = torch.full_like(d, SMALL)
-        rates[:, -1] = other
-        fall = fall + (rates * m * m).sum()
-        along = along + (rates * d * m).sum()
-    moved = difference(before, model)
-    for layer, (d, _) in seen.items():
-        rates = torch.full_like(d, SMALL)
-        rates[:, -1] = other
-        assert_near(matrix(moved, layer), rates * d * fall / along, 1e-9, 1e-14)
-    fell = sum((matrix(moved, layer) * m).sum() for layer, (_, m) in seen.items())
-    assert_near(fell, fall, 1e-9, 1e-14)
-
-
 # ---- any other base ----
 
 
@@ -214,7 +149,7 @@ def test_another_bases_state_is_that_of_its_raw_steps(case):
     plain = cls(params, weight_decay=0.0, **settings)
     for i in range(5):
         before = values(model)
-        with watched() as seen:
+        with stepped_blocks(with_lengths=True) as seen:
             made = give(model, opt, i)
         for p, g in zip(params, made.values(), strict=True):
             p.grad = g
@@ -224,7 +159,7 @@ def test_another_bases_state_is_that_of_its_raw_steps(case):
             assert_near(own, plain.state[p], 1e-9, 1e-12)
         assert opt.param_groups[0]["weight_decay"] == 0.1
         moved = difference(before, model)
-        for layer, (direction, _) in seen.items():
+        for layer, (_, (direction,)) in seen.items():
             decay = settings["lr"] * 0.1 * matrix(before, layer)
             assert direction.abs().max() > 0 or case == "RAdam"
             assert_near(matrix(moved, layer), direction + decay, 1e-9, 1e-12)

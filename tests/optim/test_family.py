@@ -78,18 +78,6 @@ def test_groups_show_no_setting_that_the_method_does_not_use():
     assert "kl_clip_lr: 0.1" in repr(eigen) and "kl_clip" not in repr(polar)
 
 
-def test_the_default_damping_goes_by_the_method():
-    for cls, method, damping in (
-        (KFACAdam, "polar", 0.01),
-        (KFACSGD, "polar", 0.01),
-        (KFACSGD, "eigen", 5e-3),
-        (KFACAdam, "inverse", 5e-3),
-    ):
-        opt = cls(network(), lr=0.1, compute_method=method, damping=None)
-        assert opt.param_groups[0]["damping"] == damping
-    assert inspect.signature(KFACAdam).parameters["compute_method"].default == "polar"
-
-
 def test_base_arguments_by_position():
     opt = KFACSGD(network(), 0.5, 0.9, 0.1, 1e-4)
     group = opt.param_groups[0]

@@ -65,8 +65,8 @@ class Reference:
             group["step"] = 0
             group["dtypes"] = [p.dtype for p in group["params"]]
             group["params"] = [p.detach().double().clone() for p in group["params"]]
-            group["m"] = [torch.zeros_like(p) for p in group["params"]]
-            group["v"] = [torch.zeros_like(p) for p in group["params"]]
+            group["exp_avg"] = [torch.zeros_like(p) for p in group["params"]]
+            group["exp_avg_sq"] = [torch.zeros_like(p) for p in group["params"]]
 
     def step(self, grads: list[list[torch.Tensor | None]]) -> None:
         flat = [g.double().flatten() for each in grads for g in each if g is not None]
@@ -81,9 +81,10 @@ class Reference:
                 if raw is None:
                     continue
                 g = raw.double() * (-1 if o["maximize"] else 1)
-                here = o["params"][i], o["m"][i], o["v"][i]
-                for name, new in zip("pmv", moved(g, *here, *settings, *more), strict=False):
-                    o["params" if name == "p" else name][i] = new.to(o["dtypes"][i]).double()
+                names = ("params", "exp_avg", "exp_avg_sq")
+                new = moved(g, *(o[name][i] for name in names), *settings, *more)
+                for name, tensor in zip(names, new, strict=False):
+                    o[name][i] = tensor.to(o["dtypes"][i]).double()
 
 
 def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -114,18 +115,10 @@ def compare(opt: LAMB, ref: Reference, tolerance: float = 1e-12) -> None:
     for group, expected in zip(opt.param_groups, ref.groups, strict=True):
         assert group.get("step", 0) == expected["step"]
         for i, p in enumerate(group["params"]):
-            state = opt.state[p]
-            pairs = [(p, expected["params"][i])]
-            if state:
-                pairs += [
-                    (state["exp_avg"], expected["m"][i]),
-                    (state["exp_avg_sq"], expected["v"][i]),
-                ]
-            for actual, wanted in pairs:
-                assert actual.dtype == p.dtype
-                torch.testing.assert_close(
-                    actual.detach().double(), wanted, rtol=tolerance, atol=tolerance
-                )
+            for name, tensor in {"params": p, **opt.state[p]}.items():
+                assert tensor.dtype == p.dtype
+                wanted, actual = expected[name][i], tensor.detach().double()
+                torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
 def run_both(opt: LAMB, ref: Reference, steps: int = 3, tolerance: float = 1e-12) -> None:

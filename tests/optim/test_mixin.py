@@ -340,14 +340,6 @@ def test_kl_clip_alpha(choice):
         assert_near(difference(before, model), {n: lr * nu * x for n, x in v.items()}, rtol=1e-6)
 
 
-def test_kl_clip_lets_small_steps_pass():
-    model = network()
-    opt = KFACSGD(model, lr=1e-4, **{**EVERY_STEP, "kl_clip": 1e-3})
-    v, before = Probe(model).step(model, 0), values(model)
-    train(model, opt, [0])
-    assert_near(difference(before, model), {n: 1e-4 * x for n, x in v.items()}, rtol=1e-6)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_zero_gradients_change_nothing(method):
     """Neither the clip nor a length divides by them."""

@@ -8,6 +8,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,11 +19,12 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.comm.sharding import parts_here
-from kaisa_optim.plan.account import KEPT, MOVED, Account
-from kaisa_optim.plan.schedule import Schedule
+from kaisa_optim.plan.account import KEPT, Account
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early
+
+MOVED = ("factors", "second_order", "gradients", "status")
 
 
 class Mixed(nn.Module):
@@ -68,22 +70,6 @@ class Case(NamedTuple):
     frozen: str = ""
     sharded: bool = False
     optimizer: Any = KFACSGD
-
-
-class Measured(NamedTuple):
-    """What one rank saw."""
-
-    account: Account
-    schedule: Schedule
-    memory: dict[str, int]
-    momenta: int  # bytes of the momenta of covered parameters
-    first: Counter[str]  # received in the first step
-    compared: int  # of it, to compare weights and gradients
-    counted: Counter[str]  # received in one interval
-    pending: list[int]  # sums that wait, in each step of an interval
-    spied: Counter[str]  # the same, as the arguments of torch.distributed tell
-    sent: int
-    volume: dict[str, float]
 
 
 def build(case: Case) -> tuple[nn.Module, Any]:
@@ -166,7 +152,7 @@ def train(
     return Counter(kfac.ranks.received) - before, spied
 
 
-def measure(case: Case) -> Measured:
+def measure(case: Case) -> SimpleNamespace:
     model, opt = build(case)
     period = math.lcm(*case.intervals)
     first, _ = train(case, model, opt, range(1))
@@ -181,18 +167,18 @@ def measure(case: Case) -> Measured:
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
     kept = [opt.state[p].get(opt.base_part.momentum) for p in covered]
     momenta = sum(part.nbytes for part in parts_here([x for x in kept if x is not None]))
-    return Measured(
-        kfac.view.account,
-        kfac.schedule,
-        memory,
-        momenta,
-        first,
-        compared,
-        counted,
-        pending,
-        spied,
-        spied.pop("sent", 0),
-        kfac.communication_volume(),
+    return SimpleNamespace(
+        account=kfac.account,
+        schedule=kfac.schedule,
+        memory=memory,
+        momenta=momenta,  # bytes, of covered parameters
+        first=first,  # received in the first step, but for
+        compared=compared,  # to compare weights and gradients
+        counted=counted,  # received in one interval
+        pending=pending,  # sums that wait, in each step of an interval
+        sent=spied.pop("sent", 0),
+        spied=spied,  # what was received, as the arguments of torch.distributed tell
+        volume=kfac.communication_volume(),
     )
 
 
@@ -208,7 +194,15 @@ def momenta_of(case: Case, account: Account, rank: int) -> int:
     return sum(layer.gradient * layer.itemsize for layer in mine)
 
 
-def check(case: Case, ranks: list[Measured]) -> None:
+def arriving(account: Account, average: Any, refresh: Any, answered: Any) -> list[Counter[str]]:
+    """What arrives at each rank in a step; it gathers nothing if ``average`` is None."""
+    status = 0 if average is None else account.status(answered)
+    columns = account.sums(average or ()), account.state(refresh), account.gradients
+    each = [dict(zip(MOVED, (*sizes, status), strict=True)) for sizes in zip(*columns, strict=True)]
+    return [Counter({kind: size for kind, size in sizes.items() if size}) for sizes in each]
+
+
+def check(case: Case, ranks: list[SimpleNamespace]) -> None:
     account = ranks[0].account
     assert all(one.account == account for one in ranks)
     every, refreshed = case.intervals
@@ -218,14 +212,13 @@ def check(case: Case, ranks: list[Measured]) -> None:
     steps, answered = [], set()
     for step in range(2 * period):
         average, refresh = fed.get(step % every), due.get(step % refreshed, ())
-        told = set() if average is None else answered
-        steps.append(account.price(average=average, refresh=refresh, answered=told))
-        answered = {*(answered - told), *refresh}
+        steps.append(arriving(account, average, refresh, answered))
+        answered = {*(answered if average is None else ()), *refresh}
     steps = steps[period:]
     # The first interval's steps from 1 on; its last is the next one's first.
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
     names = account.names
-    everything = account.price(average=names, refresh=names)
+    everything = arriving(account, names, names, ())
     for rank, one in enumerate(ranks):
         kept = account.memory()[rank]
         # A rank that keeps nothing says so.
@@ -233,8 +226,8 @@ def check(case: Case, ranks: list[Measured]) -> None:
         assert shown == one.memory
         assert list(kept) == [*KEPT, "total"]
         assert one.momenta == momenta_of(case, account, rank)
-        assert one.first == pick(everything[rank]) + Counter(status=one.compared)
-        expected = sum((pick(step[rank]) for step in steps), Counter[str]())
+        assert one.first == everything[rank] + Counter(status=one.compared)
+        expected = sum((step[rank] for step in steps), Counter[str]())
         assert one.counted == expected
         for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
             # An A of ones, of a frozen weight, waits as one number.
@@ -251,12 +244,6 @@ def check(case: Case, ranks: list[Measured]) -> None:
             assert one.volume[kind] == pytest.approx(expected[kind] / period, abs=rounding)
         assert one.volume["total"] == pytest.approx(sum(one.volume[kind] for kind in MOVED))
     assert sum(one.sent for one in ranks) == sum(one.spied["all_to_all_single"] for one in ranks)
-
-
-def pick(step: dict[str, int]) -> Counter[str]:
-    """The kinds that move."""
-    assert step["total"] == sum(step[kind] for kind in MOVED)
-    return Counter({kind: step[kind] for kind in MOVED if step[kind]})
 
 
 half, brain = torch.float16, torch.bfloat16
@@ -341,7 +328,7 @@ POLAR = {
 }
 
 
-def measure_all(cases: list[Case]) -> list[Measured]:
+def measure_all(cases: list[Case]) -> list[SimpleNamespace]:
     return [measure(case) for case in cases]
 
 
@@ -357,32 +344,22 @@ def test_the_default_method(world, fraction):
         check(case, list(measured))
 
 
-@pytest.mark.parametrize(
-    "name", ["eigen", "inverse", "products", "stored inverses", "diagonal", "tied", "frozen"]
-)
-def test_one_process(name):
-    one = measure(CASES[name])
-    check(CASES[name], [one])
-    assert not one.counted
-    assert one.volume == dict.fromkeys((*MOVED, "total"), 0.0)
+ALONE = "eigen", "inverse", "products", "stored inverses", "diagonal", "tied", "frozen"
 
 
 @pytest.mark.parametrize(
     ("name", "world"),
     [
+        *((name, 1) for name in ALONE),
         # Three ranks divide nothing evenly.
         *((name, 3) for name in (*CASES, *SHARDED)),
-        ("defaults", 4),
-        ("layer-wise tokens", 4),
+        *((name, 4) for name in ("defaults", "layer-wise tokens", *AT_FOUR)),
     ],
 )
 def test_ranks(name, world):
     if name in SHARDED and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    case = {**CASES, **SHARDED}[name]
-    check(case, run(world, measure, case))
-
-
-@pytest.mark.parametrize("name", AT_FOUR)
-def test_four_ranks(name):
-    check(AT_FOUR[name], run(4, measure, AT_FOUR[name]))
+    case = {**CASES, **AT_FOUR, **SHARDED}[name]
+    ranks = run(world, measure, case) if world > 1 else [measure(case)]
+    check(case, ranks)
+    assert bool(ranks[0].counted) == (world > 1)

@@ -4,10 +4,10 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -223,11 +223,9 @@ def test_costs():
     ids=lambda value: repr(value)[:9],
 )
 def test_bad_fractions_are_named_with_the_remedy(value):
-    for ask in (Hybrid, partial(choose, LayerWise()), partial(make_grid, Opt(), 8)):
-        with pytest.raises(ValueError) as error:
-            ask(value)
-        text = f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1"
-        assert text in str(error.value)
+    text = f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Hybrid(value)
 
 
 @pytest.mark.parametrize(
@@ -295,9 +293,6 @@ def test_who_stays_together():
         colocated(LayerWise(), narrow, False)
     for text in ("Invalid colocate_factors: False", "LayerWise()", "larger grad_worker_fraction"):
         assert text in str(error.value)
-    for wrong in (1, 0, "no"):
-        with pytest.raises(ValueError, match=f"Invalid colocate_factors: {wrong!r}"):
-            colocated(Opt(), wide, wrong)
 
 
 # Placing

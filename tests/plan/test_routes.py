@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kaisa_optim.plan.assignment import Placement, Task
 from kaisa_optim.plan.facts import LayerFacts
-from kaisa_optim.plan.moves import sum_buckets
-from kaisa_optim.plan.routes import Bucket, CopyItem, overlaps, rounds
+from kaisa_optim.plan.routes import Bucket, CopyItem, overlaps, rounds, sum_buckets
 from tests.core.test_distribution import exchanged
 from tests.support.ranks import run
 

@@ -178,6 +178,7 @@ class Plan:
     wrapper: dict[str, Any] | None = field(default_factory=dict)  # DDP's options; None: no DDP
     groups: bool = False  # weights and biases with their own lr
     weighed: bool = False  # ranks have batches of different sizes
+    weighs: bool = True  # losses, by the examples that they average; else each rank has a mean
     steps: int = 10
     loss_scale: float = 1.0
     dtype: torch.dtype = torch.float64
@@ -230,19 +231,25 @@ def taken_by(options: dict[str, Any]) -> dict[str, Any]:
 
 def micro_batches(plan: Plan, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor, float]]:
     """A rank's batches of a step, and what to weigh their losses with: the mean over the ranks and
-    the sum over the micro-batches are then the mean over all examples."""
+    the sum over the micro-batches are then the mean over all examples, or means of ranks."""
     x, y = batch(plan.network, step, plan.rows, plan.dtype)
     flat = [n for sizes in plan.sizes for n in sizes]
     starts = [0, *itertools.accumulate(flat)]
     before = sum(len(sizes) for sizes in plan.sizes[:rank])
+    averaged = plan.rows / plan.world if plan.weighs else sum(plan.sizes[rank])
     for i, n in enumerate(plan.sizes[rank], before):
         part = slice(starts[i], starts[i + 1])
-        yield x[part], y[part], plan.world * n / plan.rows
+        yield x[part], y[part], n / averaged
+
+
+def share(*tensors: Tensor) -> list[Tensor]:
+    """This rank's part of each, or all of it on one process."""
+    return [x.chunk(world())[rank()] for x in tensors]
 
 
 def average(parameters: Any, group: Any = None) -> None:
-    """The mean of the ranks' gradients; a missing one is zero."""
-    for p in parameters:
+    """The mean of the ranks' gradients; a missing one is zero. One process has its own."""
+    for p in parameters if dist.is_initialized() else ():
         if p.requires_grad:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)

@@ -135,8 +135,8 @@ def check_step(
 
 
 @contextmanager
-def stepped_blocks() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Note each layer's momentum and direction, ``[blocks, g, a]``, without its length."""
+def stepped_blocks(with_lengths: bool = False) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Note each layer's momentum and direction, ``[blocks, g, a]``."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     with contextlib.ExitStack() as stack:
         for cls in (AdamLength, FallLength, SGDLength):
@@ -146,12 +146,14 @@ def stepped_blocks() -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
             ) -> Tensor:
                 whole = [peak * m for peak, m in zip(peaks, _blocks(momenta), strict=True)]
                 moved = [d.clone() for d in _blocks(share.directions)]
+                terms: Tensor = real(length, share, momenta, peaks, base)
+                if with_lengths:
+                    moved = [d.clone() for d in _blocks(share.directions)]
                 start = 0
                 for layer, count in zip(share.layers, share.counts, strict=True):
                     own = slice(start, start + count)
                     found[layer.name] = torch.stack(whole[own]), torch.stack(moved[own])
                     start += count
-                terms: Tensor = real(length, share, momenta, peaks, base)
                 return terms
 
             stack.enter_context(mock.patch.object(cls, "give", noted))

@@ -15,8 +15,7 @@ from kaisa_optim.plan.assignment import (
     assign,
     make_grid,
 )
-from kaisa_optim.plan.facts import LayerFacts, Work
-from kaisa_optim.plan.moves import Sizes, TensorSpec
+from kaisa_optim.plan.facts import LayerFacts, Sizes, TensorSpec, Work
 from kaisa_optim.plan.schedule import Schedule
 from kaisa_optim.tools import hardware
 from kaisa_optim.tools.prices import STAGES, Clock, Passes
