@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,7 @@ from torch import Tensor
 from ..comm.ranks import Ranks
 from ..errors import invalid, invalid_because
 from ..layers import Moments
-from .forward_pass import ForwardPass
 from .hooks import Call, Capture
-
-
-class Counts(Protocol):
-    """The options that define K, and the number of terms that follows from them."""
-
-    loss_reduction: str
-    loss_terms: str | float
-
-    def terms_of(self, passes: Iterable[ForwardPass]) -> float: ...
 
 
 def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
@@ -36,9 +25,8 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
     if kind not in ("cross_entropy", "mse"):
         raise invalid("kind", kind, 'it must be "cross_entropy" or "mse"')
     if not isinstance(outputs, Tensor):
-        raise invalid_because(
-            "outputs", f"{type(outputs).__name__}; pass the tensor that the loss is of"
-        )
+        why = f"{type(outputs).__name__}; pass the tensor that the loss is of"
+        raise invalid_because("outputs", why)
     shape, sides = tuple(outputs.shape), outputs.dim()
     if sides == 0 or not outputs.is_floating_point():
         why = f"shape {shape}, {outputs.dtype}; they must be real numbers, the batch first"
@@ -61,7 +49,7 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
 
 
 def draw(
-    outputs: Tensor, kind: str, dim: int, seed: tuple[int, ...], capture: Capture, counts: Counts
+    outputs: Tensor, kind: str, dim: int, seed: tuple[int, ...], capture: Capture, sums: Any
 ) -> None:
     """Gather G of drawn labels, on the scale of the sum of the terms that K counts.
 
@@ -86,15 +74,15 @@ def draw(
         ) from error
     finally:
         capture.drawing = None
-    if drawing and counts.loss_reduction != "sum":
+    if drawing and sums.loss_reduction != "sum":
         # A single dimension holds one example's classes, or one number for each example.
         classes = kind == "cross_entropy"
         width = 1 if classes or outputs.dim() == 1 else outputs.shape[dim]  # losses a position
         count = outputs.numel() // max(1, outputs.shape[dim]) if classes else outputs.numel()
         # The loss is a mean over all losses. A number in loss_terms counts positions.
         scale = 1 / width
-        if isinstance(counts.loss_terms, str):
-            scale = counts.terms_of({call.forward_pass for call in drawing}) / max(1, count)
+        if isinstance(sums.loss_terms, str):
+            scale = sums.terms_of({call.forward_pass for call in drawing}) / max(1, count)
         torch._foreach_mul_([moments.g for moments in drawing.values()], scale)
     for call, moments in drawing.items():
         if call.moments is not None:

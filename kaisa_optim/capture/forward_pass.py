@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import _get_current_function_mode
 
 from ..layers import Layer
+from ..layers.watch import running_calls
 
 # The number that autograd gives the next node that this thread makes.
-_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
 top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
@@ -36,7 +34,7 @@ class ForwardPass:
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
         self.number = next(NUMBERS)
         self.thread = threading.get_ident()
-        self.start = _sequence_nr()
+        self.start = sequence_nr()
         self.end: int | None = None
         self.measure(value)
 
@@ -62,47 +60,39 @@ class ForwardPass:
                 self.positions //= max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
 
 
-def _has_examples(value: Any) -> bool:
-    tensor = first_tensor(value)
-    return tensor is not None and tensor.dim() > 0
-
-
-def _batch(args: Any, kwargs: Any) -> Any:
-    """Return the first argument of a module's call that holds examples, or else all arguments."""
-    arguments = (*args, *kwargs.values())
-    return next(filter(_has_examples, arguments), arguments)
-
-
-def _parts(value: Any) -> Iterable[Any]:
-    """Return the values that a container holds; anything else holds none."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that an argument or a container holds, in order."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        return value.values()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, part.name) for part in dataclasses.fields(value)]
-    return value if isinstance(value, list | tuple) else ()
+        parts = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    elif isinstance(value, list | tuple):
+        parts = value
+    for part in parts:
+        yield from tensors_in(part)
 
 
 def first_tensor(value: Any) -> Tensor | None:
     """Return the first tensor with dimensions, if any: a time or a temperature may come before."""
-    if isinstance(value, Tensor):
-        return value
     first: Tensor | None = None
-    for part in _parts(value):
-        tensor = first_tensor(part)
-        if tensor is not None and tensor.dim():
+    for tensor in tensors_in(value):
+        if tensor.dim():
             return tensor
         first = tensor if first is None else first
     return first
 
 
-def running_calls() -> Iterator[dict[str, Any]]:
-    """Yield the local variables of the calls of modules, from the innermost outwards."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        of_torch = frame.f_globals.get("__name__") == "torch.nn.modules.module"
-        if of_torch and frame.f_code.co_name == "_call_impl":
-            yield frame.f_locals
-        frame = frame.f_back
+def batch_of(args: Any, kwargs: Any) -> Any:
+    """Return the first argument of a module's call that holds examples, if any."""
+    for argument in (*args, *kwargs.values()):
+        tensor = first_tensor(argument)
+        if tensor is not None and tensor.dim():
+            return argument
+    return None
 
 
 class ForwardPasses:
@@ -113,44 +103,22 @@ class ForwardPasses:
         # The passes of the calls of the model that run; a model that calls itself has several.
         # They share one pass, which begins with the outermost call that trains.
         self.calls: list[ForwardPass | None] = []
-        # The function modes that run modules' forwards, the innermost last; None: no mode.
-        self.modes: list[Any] = []
-        self._recent: deque[ForwardPass] = deque(maxlen=1024)
-        self._loose: ForwardPass | None = None
+        self.loose: ForwardPass | None = None  # the last pass of layers without the model
         self._loose_is_over = False
+        self._recent: deque[ForwardPass] = deque(maxlen=1024)
         self._recomputed: tuple[int, ForwardPass] | None = None
 
-    def starts(self, args: Any, kwargs: Any, *, counts: bool) -> None:
-        """Note a call of the model; it begins a pass if no pass runs and the call ``counts``."""
-        forward_pass = self.calls[-1] if self.calls else None
-        if forward_pass is None and counts:
-            self.close_loose()
-            forward_pass = ForwardPass(_batch(args, kwargs), paused=self.paused > 0)
-            self._recent.append(forward_pass)
-        self.calls.append(forward_pass)
-
-    def ends(self) -> None:
-        """Note that a call of the model is over."""
-        forward_pass = self.calls.pop() if self.calls else None
-        if forward_pass is not None and forward_pass not in self.calls:
-            forward_pass.end = _sequence_nr()
-
-    def break_off(self) -> None:
-        """Leave calls that were interrupted, as by Ctrl-C, after which torch runs no hook."""
-        self.calls.clear()
-        while self.modes:
-            mode = self.modes[-1]
-            if mode is not None:
-                if mode is not _get_current_function_mode():
-                    break  # another mode is above this one, and has to end first
-                mode.__exit__(None, None, None)
-            self.modes.pop()
+    def begin(self, batch: Any, first: Layer | None = None) -> ForwardPass:
+        """Begin a pass of the model, or of layers without it."""
+        self.close_loose()
+        forward_pass = ForwardPass(batch, paused=self.paused > 0, first=first)
+        self._recent.append(forward_pass)
+        return forward_pass
 
     def current(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass that a call of a layer belongs to."""
         forward_pass = (self.calls[-1] if self.calls else None) or self.again()
-        if forward_pass is None:
-            forward_pass = self._loose_pass(layer, x)
+        forward_pass = forward_pass or self._loose_pass(layer, x)
         if forward_pass.examples is None:
             forward_pass.measure(x)
         if layer.unbatched(x) and forward_pass.shape == x.shape:
@@ -159,15 +127,13 @@ class ForwardPasses:
 
     def again(self) -> ForwardPass | None:
         """Return the forward pass that a reentrant checkpoint recomputes a part of, if any."""
-        if torch._C._current_graph_task_id() == -1:
+        if graph_task() is None:
             return None
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        for forward_pass in reversed(self._recent):
-            if forward_pass.start <= number and (
-                forward_pass.end is None or number < forward_pass.end
-            ):
-                return forward_pass
+        for x in reversed(self._recent):
+            if x.start <= number and (x.end is None or number < x.end):
+                return x
         return None
 
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
@@ -178,29 +144,27 @@ class ForwardPasses:
         layer is called again. All layers that one backward pass recomputes share one pass.
         """
         task = graph_task()
-        if task is not None:
-            if self._recomputed is None or self._recomputed[0] != task:
-                self._recomputed = task, self._begin_loose(layer, x)
+        if task is not None and self._recomputed is not None and self._recomputed[0] == task:
             return self._recomputed[1]
-        if self._loose is None or self._loose_is_over or self._loose.first is layer:
-            self.close_loose()
-            self._loose = self._begin_loose(layer, x)
-            self._recent.append(self._loose)
-            self._loose_is_over = False
-        return self._loose
-
-    def _begin_loose(self, layer: Layer, x: Tensor) -> ForwardPass:
-        batches = (_batch(call["args"], call["kwargs"]) for call in running_calls())
-        *_, batch = (x, *filter(_has_examples, batches))
-        return ForwardPass(batch, paused=self.paused > 0, first=layer)
+        goes_on = task is None and not self._loose_is_over
+        if goes_on and self.loose is not None and self.loose.first is not layer:
+            return self.loose
+        batches = [batch_of(call["args"], call["kwargs"]) for call in running_calls()]
+        *_, batch = (x, *[batch for batch in batches if batch is not None])
+        if task is not None:
+            self._recomputed = task, ForwardPass(batch, paused=self.paused > 0, first=layer)
+            return self._recomputed[1]
+        self.loose = self.begin(batch, layer)
+        self._loose_is_over = False
+        return self.loose
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
         self._loose_is_over = True
         # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
-        if self._loose is not None and self._loose.thread == threading.get_ident():
-            self._loose.end = _sequence_nr()
-            self._loose = None
+        if self.loose is not None and self.loose.thread == threading.get_ident():
+            self.loose.end = sequence_nr()
+            self.loose = None
 
 
 def graph_task() -> int | None:

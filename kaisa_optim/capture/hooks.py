@@ -12,10 +12,11 @@ modules in which uses were found.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
+from torch.overrides import _get_current_function_mode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
 from ..errors import invalid_because
-from ..layers import COUNT, GATHER, LEAVE, Layer, Moments, PassSettings, Scope, Shared, WatchMode
-from ..layers.sampling import WHOLE, Part, Sample
+from ..layers.base import COUNT, GATHER, LEAVE, WHOLE, Layer, Moments, Part, PassSettings, Sample
+from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
 from ..linalg.products import full_precision, without_autocast
 from ..stages import stage
@@ -36,11 +39,12 @@ from .forward_pass import (
     ForwardPass,
     ForwardPasses,
     accumulates_into,
+    batch_of,
     first_tensor,
     graph_task,
     is_checkpointed,
     is_transformed,
-    running_calls,
+    sequence_nr,
     top_hooks,
 )
 from .witness import FirstError, Witness
@@ -84,57 +88,36 @@ class Tap(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-class Call(PassSettings):
+@dataclasses.dataclass(eq=False)
+class Call:
     """One call of a layer in a forward pass, as its backward pass has to know it.
 
     The forward decides what is gathered: the task of the layer may be another one by then.
     """
 
-    __slots__ = (
-        *("anchor", "capture", "covers", "drawn", "forward_pass"),
-        *("layer", "moments", "outer", "own", "task"),
-    )
+    capture: Capture
+    layer: Layer
+    forward_pass: ForwardPass
+    covers: tuple[bool, bool]
+    blocks: slice
+    outer: int | None  # the backward pass that a reentrant checkpoint runs this in, if any
+    task: int
+    part: Part = WHOLE
+    # Moments of drawn gradients, until the training pass takes them, and whether there were any.
+    moments: Moments | None = None
+    drawn: bool = False
 
-    def __init__(
-        self,
-        capture: Capture,
-        layer: Layer,
-        forward_pass: ForwardPass,
-        covers: tuple[bool, bool],
-        blocks: slice,
-        outer: int | None,  # the backward pass that a reentrant checkpoint runs this in, if any
-        task: int,
-    ) -> None:
-        own = layer.weight if covers[0] else layer.bias
+    def __post_init__(self) -> None:
+        layer, by_bias = self.layer, not self.covers[0]
+        own = layer.bias if by_bias else layer.weight
         assert own is not None
-        super().__init__(capture.reduce, torch.promote_types(own.dtype, torch.float32), blocks)
-        self.capture, self.layer, self.forward_pass = capture, layer, forward_pass
-        self.covers, self.outer, self.task = covers, outer, task
-        # Moments of drawn gradients, until the training pass takes them, and whether there were any
-        self.moments: Moments | None = None
-        self.drawn = False
         # The parameter that its gradients go to, and that parameter or the sharded one that it
         # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
-        name = layer.names[not covers[0]]
+        name = layer.names[by_bias]
         anchor = gathered_in(layer.module, name, own) if is_sharded(own) else own
         assert anchor is not None
         self.anchor: Tensor = anchor
         self.own: Tensor = own
-
-
-def as_used(layer: Layer, x: Tensor, part: Part) -> Tensor:
-    """Return the input as autocast hands it to the layer, whose backward keeps such a copy.
-
-    Only the ``part`` of an input is copied. An input is also copied if the layer keeps another
-    tensor in its place: later operations may then change the input in place.
-    """
-    device, dtype = x.device.type, x.dtype
-    cast = layer.cast_by_autocast and torch.is_autocast_enabled(device)
-    if cast and x.is_floating_point() and dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-    elif not layer.keeps_another:
-        return x
-    return part.of(x.detach()).to(dtype, copy=layer.keeps_another)
 
 
 class _Hook:
@@ -169,13 +152,9 @@ class _OutputHook(_Hook):
         # A checkpoint may run, under which outputs are tapped for their number alone. Without the
         # model around it, a layer looks itself whether it was frozen or unfrozen.
         leaves = layer.task == LEAVE and top_hooks is not None and top_hooks(False) is None
-        if leaves and (self.passes.calls or _flags([layer]) == layer.flags):
+        if leaves and (self.passes.calls or layer.covers_now() == layer.covers):
             return None
         return super().__call__(*args)
-
-
-def _flags(layers: Iterable[Layer]) -> list[bool]:
-    return [*map(_requires_grad, [p for layer in layers for p in layer.trainable])]
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
@@ -218,7 +197,9 @@ class Capture:
         self.errors = FirstError(holds=keep_errors)
         self.witness = Witness(layers, self.errors)
         self.is_armed = self.gathers = False  # whether layers may gather, and whether any does
-        self.arm(())
+        self.wanted: frozenset[Layer] = frozenset()
+        self._missing: Collection[Layer] = ()
+        self.sample: Sample | None = None
         self.was_paused = False  # since the last reset
         self.backwards = 0  # calls since the last reset that a pass reached and trained
         self.draws = 0  # calls of fisher.draw since the last reset
@@ -230,13 +211,17 @@ class Capture:
         self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
         self._looked: int | None = None  # the backward pass that last looked for all gradients
         self._passes = ForwardPasses()
+        # The function modes that run modules' forwards, the innermost last; None: no mode.
+        self._modes: list[Any] = []
         # Autograd runs the backward pass of each GPU in a thread of its own.
         self._lock = threading.Lock()
         self.sharded = frozenset(x for x in layers if is_sharded(x.weight) or is_sharded(x.bias))
         self._waiting = waiting_gradients(model) if self.sharded else {}
-        self.shared = Shared()
+        self.shared = WeakIdKeyDictionary()
         for layer in layers:
-            layer.shared = self.shared
+            layer.shared, layer.task = self.shared, LEAVE
+        self._trainable = [p for layer in layers for p in layer.trainable]
+        self._requiring: list[bool] = []  # which of them required gradients when layers were armed
         # Layers whose uses are looked for in the passes of the next step that gathers, whether a
         # pass since the last reset was searched, and the modules in which uses were found.
         self.sought = {layer for layer in layers if not layer.intercepts()}
@@ -286,15 +271,13 @@ class Capture:
         ``gathering`` gather by their slot; None: nothing gathers. ``missing`` have no average: they
         gather if they train. ``sample`` are the rows that are read; None: all rows.
         """
-        if gathering is None and not (self.is_armed and self.gathers):
-            self.is_armed = False  # the fields are as they are to be
-            return
         self.is_armed = gathering is not None
+        if not (self.is_armed or self.gathers):
+            return  # the fields are as they are to be
         self.wanted, self._missing, self.sample = frozenset(gathering or ()), missing, sample
-        self._requiring = _flags(self._layers)
+        self._requiring = [*map(_requires_grad, self._trainable)]
         # A layer that was frozen or unfrozen since gathers anew.
-        changed = [x for x in self._layers if [*map(_requires_grad, x.trainable)] != x.flags]
-        changed = changed if self.is_armed else []
+        changed = [x for x in self._layers if x.covers_now() != x.covers] if self.is_armed else []
         trains = [x for x in (*missing, *changed) if any(x.covers_now())]
         due = self.wanted.union(trains)
         self.gathers = bool(due)
@@ -305,7 +288,7 @@ class Capture:
 
     def _follow_changes(self) -> None:
         """Arm anew if a parameter was frozen or unfrozen since."""
-        if self.is_armed and _flags(self._layers) != self._requiring:
+        if self.is_armed and [*map(_requires_grad, self._trainable)] != self._requiring:
             self.arm(self.wanted, self._missing, self.sample)
 
     def compared(self) -> bool:
@@ -315,19 +298,25 @@ class Capture:
         """
         with self.errors:
             self.sought |= self.witness.settle()
-        return bool(self.witness.unnamed)
+        return bool(self.witness.elsewhere.keys() - self.witness.named)
 
     def reset(self) -> None:
-        """Start anew after a step, which has consumed the statistics."""
-        self.break_off()
-        self._passes.close_loose()
+        """Start anew after a step, which has consumed the statistics.
+
+        After a quiet step, which must stay cheap, no other function is called.
+        """
+        passes = self._passes
+        if passes.calls or self._modes or self.shared:
+            self.break_off()
+        if passes.loose is not None:
+            passes.close_loose()
         self.backwards = self.draws = 0
         self.tapped = self.ran = False
         self.errors.error = None
         if self._searched:  # the search ends with the step whose passes were searched
             self._searched = False
             self.sought.clear()
-        self.was_paused = self._passes.paused > 0
+        self.was_paused = passes.paused > 0
 
     def resume(self, former: Capture) -> None:
         """Go on in a step that another capture has begun; other layers may train by now."""
@@ -340,9 +329,19 @@ class Capture:
         _remove(self.witness.handles)
 
     def break_off(self) -> None:
-        """Leave calls of modules that were interrupted, and forget the last input's moment."""
-        self._passes.break_off()
+        """Leave calls of modules that were interrupted, and forget the last input's moment.
+
+        After an interrupt, as by Ctrl-C, torch runs no hook that ends a call.
+        """
         self.shared.clear()
+        self._passes.calls.clear()
+        while self._modes:
+            mode = self._modes[-1]
+            if mode is not None:
+                if mode is not _get_current_function_mode():
+                    break  # another mode is above this one, and has to end first
+                mode.__exit__(None, None, None)
+            self._modes.pop()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -359,16 +358,23 @@ class Capture:
     def _model_starts(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         refuse_data_parallel(module)
         trains = torch.is_grad_enabled() and not is_transformed()
-        self._passes.starts(args, kwargs, counts=trains)
+        calls = self._passes.calls
+        forward_pass = calls[-1] if calls else None
+        if forward_pass is None and trains:
+            forward_pass = self._passes.begin(batch_of(args, kwargs))
+        calls.append(forward_pass)
         self._follow_changes()
         self.ran |= trains
         searches = bool(self.sought) and trains and self.gathers
         self._searched |= searches
-        self._run_under(Scope(self.sought, self._tap, self._note) if searches else None)
+        self._run_under(Scope(self.sought, searches=True) if searches else None)
 
     def _model_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._exit(module, args, output)
-        self._passes.ends()
+        calls = self._passes.calls
+        forward_pass = calls.pop() if calls else None
+        if forward_pass is not None and forward_pass not in calls:
+            forward_pass.end = sequence_nr()
         for layer, around in self._noted:
             self._watch_at(layer, around)
         self._noted.clear()
@@ -386,10 +392,10 @@ class Capture:
         mode = layers[0].interceptor(layers, self._tap) if self._sees(layers) else None
         if mode is not None:
             mode.__enter__()
-        self._passes.modes.append(mode)
+        self._modes.append(mode)
 
     def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        mode = self._passes.modes.pop() if self._passes.modes else None
+        mode = self._modes.pop() if self._modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
 
@@ -399,10 +405,12 @@ class Capture:
         """Run the module whose call begins under the mode, if it has a scope."""
         mode: WatchMode | None = None
         if scope is not None:
-            mode = next((m for m in self._passes.modes if isinstance(m, WatchMode)), None)
+            mode = next((m for m in self._modes if isinstance(m, WatchMode)), None)
             mode = mode or WatchMode(self)
-            mode.begin(scope)
-        self._passes.modes.append(mode)
+            mode.scopes.append(scope)  # until the exit that belongs to this call
+            if len(mode.scopes) == 1:
+                mode.__enter__()
+        self._modes.append(mode)
 
     def _note(self, layer: Layer) -> None:
         """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
@@ -430,7 +438,7 @@ class Capture:
         if checkpointed is not None:
             began = checkpointed.number
             layers = [x for x in layers if began > self._since[module, x.weight]]
-        self._run_under(Scope(layers, self._tap) if self._sees(layers) else None)
+        self._run_under(Scope(layers) if self._sees(layers) else None)
 
     def look_around(self, model: nn.Module, layers: Collection[Layer]) -> None:
         """Watch calls of layers, of which no call was seen, in all modules around their own.
@@ -494,12 +502,12 @@ class Capture:
         # Forward-mode differentiation knows no rule for a tap.
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(output).tangent is not None:
             return output
-        call, part, gathers, whole = None, WHOLE, task >= GATHER, checkpointed
+        call, gathers, whole = None, task >= GATHER, checkpointed
         if task:
             forward_pass = self._passes.current(layer, x)
             call = Call(self, layer, forward_pass, covers, blocks, outer, task)
         if call is not None and gathers:
-            part = call.part = layer.part(x, output, self.sample)
+            call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)
             self.tapped = True
             dense = not x.is_nested and x.layout is torch.strided
@@ -510,8 +518,16 @@ class Capture:
                     "not read; give it a padded or dense one, or build the optimizer with "
                     f"skip_layers=[{layer.name!r}]"
                 )
-        keeps = covers[0] and (gathers or checkpointed)
-        held = as_used(layer, x, WHOLE if whole else part) if keeps else None
+        held = x if covers[0] and (gathers or checkpointed) else None
+        device, dtype = x.device.type, x.dtype
+        casts = layer.cast_by_autocast and torch.is_autocast_enabled(device)
+        if casts and x.is_floating_point() and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        if held is not None and (layer.keeps_another or dtype != x.dtype):
+            # As autocast hands it to the layer, whose backward keeps such a copy. Where the layer
+            # keeps another tensor in its place, later operations may change the input in place.
+            part = WHOLE if whole or call is None else call.part
+            held = part.of(x.detach()).to(dtype, copy=layer.keeps_another)
         # The mark would raise the output's version, and a selective checkpoint that keeps the
         # output would take it for changed.
         untouched = _unsafe_preserve_version_counter(output) if checkpointed else _NOTHING
@@ -534,17 +550,18 @@ class Capture:
                     self._reach(call)
                 if call.task < GATHER:
                     return
-                moments = call.moments
+                dtype = torch.promote_types(call.own.dtype, torch.float32)
+                how = PassSettings(self.reduce, dtype, call.blocks, call.part)
                 if drawing is not None:
-                    known_a = None if moments is None else moments.a
-                    drawing[call] = layer.moments(x, grad, covers, call, known_a)
+                    drawing[call] = layer.moments(x, grad, covers, how)
                     return
+                moments = call.moments
                 if not call.drawn:
                     # Float32 has the squares of all float16 numbers; a division would lose some.
                     scaled = self._counts or grad.dtype == torch.float16 or grad.numel() == 0
                     unit = None if scaled else unit_of(grad)
                     rows = grad if unit is None else grad / unit
-                    moments = layer.moments(x, rows, covers, call)._replace(unit=unit)
+                    moments = layer.moments(x, rows, covers, how)._replace(unit=unit)
                 call.moments = None  # a second training pass through the same graph adds nothing
                 if moments is not None:
                     self._sums.add(layer, covers, moments, drawn=call.drawn)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..comm.sharding import is_sharded
-from ..layers import COMPARE, Layer
+from ..layers.base import COMPARE, Layer
 from .forward_pass import accumulates_into, graph_task
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 OTHER = 0.01  # share of a gradient from other sources, above which a layer is named
 # Rounding of Σ g aᵀ, as a share of the norms of g and a.
 _ROUNDING, _ROUNDING_IN_HALF = 1e-4, 2e-2
-_WITHOUT_WAITING = "cpu", "cuda"  # devices whose results the host reads without waiting
 
 
 class _Seen:
@@ -40,8 +39,8 @@ class _Seen:
     def __init__(self, layer: Layer, like: Tensor) -> None:
         matrix = layer.weight_view(like.detach()).flatten(2)
         dtype = torch.promote_types(matrix.dtype, torch.float32)
-        both = enumerate((matrix, matrix[..., 0]))
-        self.made = {part: torch.zeros_like(like, dtype=dtype) for part, like in both}
+        parts = {0: matrix, 1: matrix[..., 0]}
+        self.made = {part: torch.zeros_like(x, dtype=dtype) for part, x in parts.items()}
         self.rounding = [matrix.new_zeros((), dtype=dtype) for _ in (0, 1)]
 
     def add(self, call: Call, x: Tensor, grad: Tensor) -> bool:
@@ -56,11 +55,11 @@ class _Seen:
             rows = use.output_rows(x, grad).flatten(1, 2)
             terms.append((rows.sum(1, dtype=self.made[1].dtype), rows.shape[1] ** 0.5))
         halves = {x.dtype, grad.dtype} & {torch.float16, torch.bfloat16}
+        error = grad.float().norm() * (_ROUNDING_IN_HALF if halves else _ROUNDING)
         for part, (term, norm) in enumerate(terms):
-            made, rounding = self.made[part], _ROUNDING_IN_HALF if halves else _ROUNDING
+            made = self.made[part]
             made[call.blocks] += term.to(made.device, made.dtype)
-            error = rounding * norm * grad.float().norm()
-            self.rounding[part] += error.to(self.rounding[part].device)
+            self.rounding[part] += (error * norm).to(made.device)
         return True
 
     def share(self, part: int, whole: Tensor) -> Tensor:
@@ -80,9 +79,10 @@ class FirstError:
     If a rank raised an error of its backward pass alone, the others would wait.
     """
 
+    error: Exception | None = None
+
     def __init__(self, *, holds: bool) -> None:
         self._holds = holds  # else the error is raised at once
-        self.error: Exception | None = None
 
     def __enter__(self) -> None:
         return None
@@ -119,16 +119,15 @@ class Witness:
     def watches(self, call: Call) -> bool:
         """Note a call that gathers; return whether its input is wanted whole, for a comparison."""
         layer, weight = call.layer.primary, call.anchor
-        known = self._known.setdefault(layer, set())
         call.forward_pass.calls[layer] += 1
         number = call.forward_pass.calls[layer]
+        kind, known = (type(call.layer), number), self._known.setdefault(layer, set())
         self._gathered[layer] += number == 1
         count = self._gathered[layer]
-        again = number == 1 and not count & (count - 1) and weight.device.type in _WITHOUT_WAITING
-        if again or (type(call.layer), number) not in known:
-            known.add((type(call.layer), number))
-            if call.task < COMPARE:
-                self._later.add(layer)  # earlier calls of this pass were not kept whole
+        again = number == 1 and not count & (count - 1)
+        if call.task < COMPARE and (again or kind not in known):
+            self._later.add(layer)  # earlier calls of this pass were not kept whole
+        known.add(kind)
         # A rank's shard of a weight has no gradient of its own calls.
         if call.task < COMPARE or is_sharded(weight) or not weight.is_leaf:
             return False
@@ -205,10 +204,10 @@ class Witness:
         for key, whole in self._of_bias.items():
             self._compare(key, 1, whole)
         self._of_bias.clear()
-        results = self._results.items()
-        arrived = [x for x, sent in results if all([not e or e.query() for _, e in sent])]
         again: set[Layer] = set()
-        for layer in arrived:
+        for layer, results in [*self._results.items()]:
+            if not all([arrives is None or arrives.query() for _, arrives in results]):
+                continue
             shares = [share.item() for share, _ in self._results.pop(layer)]
             if any(map(math.isnan, shares)):  # zero, or not finite: that tells nothing
                 self.due.add(layer)
@@ -229,11 +228,6 @@ class Witness:
     def elsewhere(self) -> dict[str, float]:
         """Layers whose gradients have other sources, with these sources' share."""
         return {layer.name: share for layer, share in self._shares.items() if share > OTHER}
-
-    @property
-    def unnamed(self) -> set[str]:
-        """Those of them that no warning has named."""
-        return self.elsewhere.keys() - self.named
 
 
 def _compare(witness: Any, layer: Any, part: int, grad: Tensor) -> None:

@@ -23,7 +23,6 @@ from ..layers import (
     MatrixLayer,
     check_sizes,
     declared,
-    inherited_kind,
     kind_of,
 )
 from ..plan.facts import widest
@@ -217,7 +216,7 @@ def _tie(layers: Candidates, names: dict[Tensor, list[str]], reasons: Reasons) -
 
 def _watched(name: str, module: nn.Module, reasons: Reasons) -> list[Layer]:
     """Return layers for a module's parameters; their use will be watched."""
-    kind = inherited_kind(module)
+    kind = kind_of(module, overridden=True)
     layers: list[Layer] = []
     if kind is None:
         layers, why = declared(name, module)
@@ -256,7 +255,7 @@ def _leave_out_biases_in_part(found: Coverage, reasons: Reasons) -> None:
     rows: Counter[Tensor] = Counter()
     for layer in found.layers.values():
         if layer.bias is not None:
-            rows[layer.bias] += layer.bias_rows
+            rows[layer.bias] += layer.blocks * layer.outputs
     for name, layer in list(found.layers.items()):
         if layer.bias is not None and rows[layer.bias] < layer.bias.numel():
             reasons[layer.bias] = "a bias that projections share, one of which is not covered"
@@ -318,7 +317,7 @@ class Homes:
 
 def _why_not(module: nn.Module, kind: type[Layer] | None) -> str | None:
     title = type(module).__name__
-    if kind is None and inherited_kind(module) is not None:
+    if kind is None and kind_of(module, overridden=True) is not None:
         return f"{title} overrides a covered forward"
     if kind is None and next(module.children(), None) is not None:
         return f"a parameter of {title}'s own, outside of any layer"

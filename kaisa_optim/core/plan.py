@@ -535,7 +535,7 @@ class Shards:
         if layer.blocks == 1:
             yield from ((p, values) for p in layer.parameters)
             return
-        matrix = values[:, None, None].expand(-1, layer.g_dim, layer.a_dim)
+        matrix = values[:, None, None].expand(-1, layer.size_of("g")[0], layer.size_of("a")[0])
         whole = zip(layer.matrix_parts(matrix), layer.parameters, parts, strict=True)
         for part, p, shards in whole:
             yield p, shards.part(part.reshape(shards.shape), self._ranks.rank)

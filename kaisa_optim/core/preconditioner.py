@@ -22,7 +22,7 @@ from ..curvature import averages, rules
 from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
 from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
-from ..layers import Layer, sampling
+from ..layers import Layer, sample_of
 from ..linalg.products import full_precision
 from ..plan.schedule import Schedule
 from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
@@ -392,7 +392,7 @@ class Preconditioner(Answers):
         rounds = self.schedule.rounds_begun(number, gathering)
         wanted = [*map(layers.__getitem__, due), *self.registry.late]
         missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
-        self.capture.arm(wanted, missing, sampling.sample_of(fraction, rounds))
+        self.capture.arm(wanted, missing, sample_of(fraction, rounds))
 
     # ---- values that must be alike on all ranks ----
 

@@ -104,9 +104,8 @@ class Placements:
 def task_of(layer: Layer, covers: tuple[bool, bool] | None = None) -> Task:
     """Return a layer's task by the parameters that it covers: its trained ones, frozen or not."""
     covers = covers or layer.trained
-    a, g = layer.a_dim_of(covers), layer.g_dim_of(covers)
-    diagonal = layer.has_diagonal_a(covers), layer.has_diagonal_g(covers)
-    return Task(layer.name, a, g, *diagonal, layer.blocks)
+    (a, diagonal_a), (g, diagonal_g) = layer.size_of("a", covers), layer.size_of("g", covers)
+    return Task(layer.name, a, g, diagonal_a, diagonal_g, layer.blocks)
 
 
 class Registry:
@@ -247,10 +246,8 @@ class Registry:
         """
         changed = []
         for layer in self.layers.values():
-            covers = gathered.get(layer)
-            if covers is None and [*map(_requires_grad, layer.trainable)] != layer.flags:
-                covers = layer.covers_now()
-            if covers is not None and any(covers) and covers != layer.covers:
+            covers = gathered.get(layer) or layer.covers_now()
+            if any(covers) and covers != layer.covers:
                 logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
                 layer.cover(covers)
                 changed.append(layer)

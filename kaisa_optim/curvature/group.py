@@ -372,10 +372,7 @@ def device_of(layer: Layer) -> torch.device:
 
 
 def stack_key(layer: Layer, side: str) -> StackKey:
-    size, diagonal = (
-        (layer.a_dim, layer.diagonal_a) if side == "a" else (layer.g_dim, layer.diagonal_g)
-    )
-    return StackKey(size, diagonal, device_of(layer), arithmetic_dtype(layer))
+    return StackKey(*layer.size_of(side), device_of(layer), arithmetic_dtype(layer))
 
 
 def alike(layers: Iterable[Layer]) -> list[list[Layer]]:

@@ -288,9 +288,7 @@ def _shares(traces: Tensor) -> Tensor:
 
 def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
     """Return the trace of each block's moment: a diagonal, a matrix, or a packed one."""
-    diagonal, n = (
-        (layer.diagonal_a, layer.a_dim) if side == "a" else (layer.diagonal_g, layer.g_dim)
-    )
+    n, diagonal = layer.size_of(side)
     if not diagonal:
         whole = moment if moment.dim() == 3 else unpack(moment, n)
         moment = whole.diagonal(dim1=-2, dim2=-1)

@@ -1,30 +1,10 @@
-"""Layer kinds, one file a kind."""
+"""Layer kinds."""
 
-from . import attention, conv, embedding, linear  # noqa: F401 (each registers its kinds)
-from .base import (
-    COMPARE,
-    COUNT,
-    GATHER,
-    LEAVE,
-    Layer,
-    Moments,
-    PassSettings,
-    Shared,
-    check_sizes,
-    inherited_kind,
-    kind_of,
-    register_layer,
-)
-from .embedding import EmbeddingLayer
-from .linear import Conv1DLayer, LinearLayer
-from .parameters import SCALES, MatrixLayer, declared
-from .watch import Scope, WatchMode
+from . import attention, conv  # noqa: F401 (each registers its kinds)
+from .base import Layer, Moments, check_sizes, kind_of, register_layer, sample_of
+from .kinds import SCALES, Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer, declared
 
 __all__ = [
-    "COMPARE",
-    "COUNT",
-    "GATHER",
-    "LEAVE",
     "SCALES",
     "Conv1DLayer",
     "EmbeddingLayer",
@@ -32,13 +12,9 @@ __all__ = [
     "LinearLayer",
     "MatrixLayer",
     "Moments",
-    "PassSettings",
-    "Scope",
-    "Shared",
-    "WatchMode",
     "check_sizes",
     "declared",
-    "inherited_kind",
     "kind_of",
     "register_layer",
+    "sample_of",
 ]

@@ -17,25 +17,18 @@ from torch.overrides import TorchFunctionMode
 from .base import Layer, Tap, register_layer
 
 
+@register_layer(nn.MultiheadAttention)
 class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
     cast_by_autocast = True
     unseen_output = True
-    reads_input = False
     reads_dense_only = True
 
     def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        weight: Tensor,
-        bias: Tensor | None,
-        blocks: int,
-        at: int,
+        self, name: str, module: nn.Module, weight: Any, bias: Any, blocks: int, at: int
     ) -> None:
         super().__init__(name, module)
-        assert isinstance(weight, nn.Parameter) and isinstance(bias, nn.Parameter | None)
         self.weight, self.bias = weight, bias
         self.blocks = blocks
         self.outputs = weight.shape[0] // blocks
@@ -51,17 +44,9 @@ class ProjectionLayer(Layer):
     def example_dim(self, output: Tensor) -> int | None:
         return 1
 
-    @property
-    def bias_rows(self) -> int:
-        return self.blocks * self.outputs
-
     def bias_view(self, tensor: Tensor) -> Tensor:
-        return tensor[self.at : self.at + self.bias_rows].unflatten(0, (self.blocks, self.outputs))
-
-
-@register_layer(nn.MultiheadAttention)
-class AttentionLayers(ProjectionLayer):
-    """The register's entry: makes the projections and taps them."""
+        end = self.at + self.blocks * self.outputs
+        return tensor[self.at : end].unflatten(0, (self.blocks, self.outputs))
 
     @classmethod
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -71,19 +56,16 @@ class AttentionLayers(ProjectionLayer):
         layers: list[Layer] = []
         if module.in_proj_weight is not None:
             layers.append(cls(f"{prefix}in_proj", module, module.in_proj_weight, bias, 3, 0))
-        else:
-            separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-            for i, (letter, weight) in enumerate(zip("qkv", separate, strict=True)):
-                at = i * module.embed_dim
-                layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
-                layers[-1].tag = f"{letter}_"
+        for i, letter in enumerate("qkv" if module.in_proj_weight is None else ""):
+            weight, at = getattr(module, f"{letter}_proj_weight"), i * module.embed_dim
+            layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
+            layers[-1].tag = f"{letter}_"
         out = module.out_proj
         layers.append(cls(f"{prefix}out_proj", module, out.weight, out.bias, 1, 0))
         return layers
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        assert isinstance(module, nn.MultiheadAttention)
         return "a parametrized projection" if hasattr(module, "parametrizations") else None
 
     @classmethod
@@ -100,29 +82,15 @@ class _AttentionMode(TorchFunctionMode):
 
     def __init__(self, layers: list[Layer], tap: Tap) -> None:
         super().__init__()
-        self.layers = layers
-        self.tap = tap
+        self.layers, self.tap = layers, tap
 
     @torch.compiler.disable  # a compiled model runs its attention as it is
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not F.multi_head_attention_forward:
             return func(*args, **kwargs)
         query = args[0] if args else kwargs["query"]
-        names = self._tapped(batch=query.shape[1] if query.dim() == 3 else 1)
-        try:
-            return names["multi_head_attention_forward"](*args, **kwargs)
-        finally:
-            names.clear()  # functions and their globals are a circle, which would outlive the model
-
-    def _tapped(self, batch: int) -> dict[str, Any]:
-        """Return the globals of torch's own functions, with some functions exchanged for taps."""
+        batch = query.shape[1] if query.dim() == 3 else 1
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -148,4 +116,7 @@ class _AttentionMode(TorchFunctionMode):
             names[name] = FunctionType(
                 function.__code__, names, name, function.__defaults__, function.__closure__
             )
-        return names
+        try:
+            return names["multi_head_attention_forward"](*args, **kwargs)
+        finally:
+            names.clear()  # functions and their globals are a circle, which would outlive the model

@@ -19,7 +19,40 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import invalid, invalid_because
 from ..linalg.moments import second_moment
-from .sampling import WHOLE, Part, Sample
+
+
+class Part(NamedTuple):
+    """Every ``stride``-th example, which a layer's input and output gradient share.
+
+    A strided slice is a view, follows from a count that all ranks know, and draws no random
+    numbers.
+    """
+
+    dim: int = 0  # of the examples
+    start: int = 0
+    stride: int = 1
+    whole: int = 1
+    taken: int = 1
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a view of a whole tensor; a tensor that is this part already stays as it is."""
+        if self.stride == 1 or tensor.shape[self.dim] == self.taken:
+            return tensor
+        return tensor[(slice(None),) * self.dim + (slice(self.start, None, self.stride),)]
+
+    def weighted(self, total: Tensor) -> Tensor:
+        """Scale a sum over the part in place, so that it stands for the whole."""
+        return total if self.whole == self.taken else total.mul_(self.whole / self.taken)
+
+
+WHOLE = Part()
+# The stride of a part, and how many parts were taken before: the first example moves on by one.
+Sample = tuple[int, int]
+
+
+def sample_of(fraction: float, turn: int) -> Sample | None:
+    """Return the sample nearest to a fraction, at most one half; ``None`` for all rows."""
+    return None if fraction == 1 else (max(2, round(min(1 / fraction, 1e9))), turn)
 
 
 class Moments(NamedTuple):
@@ -37,19 +70,13 @@ class Moments(NamedTuple):
     unit: Tensor | None = None  # the output gradients were divided by it; None: by 1
 
 
-class PassSettings:
+class PassSettings(NamedTuple):
     """The settings of the moments of one call of a layer."""
 
-    __slots__ = "blocks", "dtype", "part", "reduce"
-
-    def __init__(
-        self,
-        reduce: bool,  # one row for each example: ā, Σ ∂L/∂s
-        dtype: torch.dtype,  # the moments' dtype
-        blocks: slice = slice(None),  # the layer's blocks that the call sees
-        part: Part = WHOLE,  # the part of the pass that is read
-    ) -> None:
-        self.reduce, self.dtype, self.blocks, self.part = reduce, dtype, blocks, part
+    reduce: bool  # one row for each example: ā, Σ ∂L/∂s
+    dtype: torch.dtype  # of the moments
+    blocks: slice = slice(None)  # the layer's blocks that the call sees
+    part: Part = WHOLE  # the part of the pass that is read
 
 
 Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
@@ -57,11 +84,6 @@ Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
 # What a layer's hook does in the passes up to the next step: nothing; note the passes that come to
 # the layer; add their moments to the sums; and compare their rows with the gradient, too.
 LEAVE, COUNT, GATHER, COMPARE = range(4)
-
-
-# The last input's moment, for the next layer that is given the very same input. The moment is
-# dropped with its input, so that it lives no longer than the layers that use it.
-Shared = WeakIdKeyDictionary
 
 
 class Layer:
@@ -81,7 +103,6 @@ class Layer:
     divided_by_positions = False  # the papers' normalization divides rows by the positions
     cast_by_autocast = False  # autocast runs this kind in half precision
     diagonal_input = False  # A is diagonal whatever its size
-    reads_input = True  # output_rows reads the input, too
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps a tensor made of its input, and not the input
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
@@ -101,6 +122,9 @@ class Layer:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
+    sectioned = False  # a call may see some blocks alone
+    biased = True  # the call adds the bias
+    _primary: Layer | None = None  # of a use: the layer whose weight it uses
     crossed = False  # a call's A enters the primary's G, and the call's G the primary's A
     bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
@@ -109,55 +133,34 @@ class Layer:
     task = LEAVE  # the one field that a hook reads; capture writes it once a step
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
-        self.module = module
+        self.name, self.module = name, module
         self.weight: nn.Parameter | None = module._parameters.get("weight")
         self.bias: nn.Parameter | None = module._parameters.get("bias")
         self.trained = (False, False)  # whether weight and bias are in the optimizer's groups
         self.cover((False, False))
         self.wide = math.inf  # a side wider than this is diagonal
-        self.shared = Shared()  # one for all layers of a model, once they are captured
+        # The last input's moment, for the next layer that is given the very same input: one for all
+        # layers of a model. It is dropped with its input, and outlives no layer that uses it.
+        self.shared = WeakIdKeyDictionary()
 
     def cover(self, covers: tuple[bool, bool]) -> None:
         """Cover weight and bias, or one of them."""
         self.covers = covers
-        own = [*zip((self.weight, self.bias), covers, self.trained, strict=True)]
-        self.parameters = tuple([p for p, covered, _ in own if covered and p is not None])
-        # The parameters in the optimizer's groups, and whether each is covered.
-        self.trainable = [p for p, _, trained in own if trained]
-        self.flags = [covered for _, covered, trained in own if trained]
+        pair = self.weight, self.bias
+        marked = zip(pair, covers, strict=True)
+        self.parameters = tuple([p for p, covered in marked if covered and p is not None])
+        # The parameters in the optimizer's groups.
+        self.trainable = [p for p, trained in zip(pair, self.trained, strict=True) if trained]
 
     @property
     def inputs(self) -> int:
         return math.prod(self.in_shape)
 
-    @property
-    def a_dim(self) -> int:
-        return self.a_dim_of(self.covers)
-
-    @property
-    def g_dim(self) -> int:
-        return self.g_dim_of(self.covers)
-
-    def a_dim_of(self, covers: tuple[bool, bool]) -> int:
-        return self.inputs * covers[0] + covers[1]
-
-    def g_dim_of(self, covers: tuple[bool, bool]) -> int:
-        return self.outputs
-
-    @property
-    def diagonal_a(self) -> bool:
-        return self.has_diagonal_a(self.covers)
-
-    def has_diagonal_a(self, covers: tuple[bool, bool]) -> bool:
-        return self.diagonal_input or self.a_dim_of(covers) > self.wide
-
-    @property
-    def diagonal_g(self) -> bool:
-        return self.has_diagonal_g(self.covers)
-
-    def has_diagonal_g(self, covers: tuple[bool, bool]) -> bool:
-        return self.g_dim_of(covers) > self.wide
+    def size_of(self, side: str, covers: tuple[bool, bool] | None = None) -> tuple[int, bool]:
+        """Return the size of a factor, ``"a"`` or ``"g"``, and whether it is diagonal."""
+        weight, bias = self.covers if covers is None else covers
+        size = self.inputs * weight + bias if side == "a" else self.outputs
+        return size, size > self.wide or (side == "a" and self.diagonal_input)
 
     def covers_now(self) -> tuple[bool, bool]:
         """Return whether a backward pass now would give weight and bias a gradient to train by."""
@@ -169,9 +172,8 @@ class Layer:
 
     def same_place(self, other: Layer) -> bool:
         """Return whether both stand for the same parameters of the same module."""
-        return (
-            self.module is other.module and self.weight is other.weight and self.bias is other.bias
-        )
+        same = self.weight is other.weight and self.bias is other.bias
+        return same and self.module is other.module
 
     # ---- rows of one call ----
 
@@ -213,63 +215,54 @@ class Layer:
     def part(self, x: Tensor, output: Tensor, sample: Sample | None) -> Part:
         """Return the part of a pass that statistics read."""
         dim = None if sample is None else self.example_dim(output)
-        if sample is None or dim is None:
+        if sample is None or dim is None or output.shape[dim] < 2:
             return WHOLE
-        part = sample.part(dim, output.shape[dim])
-        if part is not WHOLE and x.shape[dim : dim + 1] != (part.whole,):
+        (stride, turn), count = sample, output.shape[dim]
+        if x.shape[dim : dim + 1] != (count,):
             must = (
                 f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
                 f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
                 "name a dimension that both have alike, or None"
             )
             raise invalid("example_dim", dim, must)
-        return part
+        # Not modulo the stride: if there are fewer examples, each must be read equally often.
+        start = turn % min(count, stride)
+        return Part(dim, start, stride, count, len(range(start, count, stride)))
 
     # ---- moments of rows; a kind that knows a shorter way overrides them ----
 
     def moments(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        covers: tuple[bool, bool],
-        how: PassSettings,
-        known_a: Tensor | None = None,
+        self, x: Tensor | None, grad: Tensor, covers: tuple[bool, bool], how: PassSettings
     ) -> Moments:
-        """Return both moments of one backward pass.
-
-        ``known_a`` is the input's moment, where an earlier pass has made it.
-        """
-        reduce, dtype, part, blocks = how.reduce, how.dtype, how.part, how.blocks
-        here, own = None if x is None else part.of(x), part.of(grad)
-        wide = self.has_diagonal_g(covers)
-        moment_g, batch, positions = self._output_moment(
-            here, own, reduce=reduce, diagonal=wide, dtype=dtype
-        )
+        """Return both moments of one backward pass."""
+        reduce, dtype, part = how.reduce, how.dtype, how.part
+        inputs, outputs = None if x is None else part.of(x), part.of(grad)
+        g = self.output_rows(inputs, outputs)
+        self._check_rows("output_rows", g, self.outputs)
+        _, batch, positions, _ = g.shape
+        g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
+        moment_g = second_moment(g, dtype, diagonal=self.size_of("g", covers)[1])
         moment_g = part.weighted(moment_g)
         batch = batch * part.whole // part.taken
         rows = batch if reduce else batch * positions
-        diagonal = self.has_diagonal_a(covers)
-        if known_a is not None:
-            moment_a = known_a
-        elif covers[0] and x is not None and here is not None:
-            asked = {"reduce": reduce, "diagonal": diagonal, "append_one": covers[1]}
-            # Layers with one input, as query and key, make its moment once. Input or moment may
-            # have been written into since.
-            key = self.input_rows_key()
-            said = key, part, *asked.values(), dtype, x._version
-            known, version, moment_a = self.shared.get(x, (None, None, None))
-            if known == said and moment_a._version == version and key is not None:
-                moment_a = moment_a.clone()
-            else:
-                moment_a = part.weighted(self.input_moment(here, own, dtype=dtype, **asked))
-                if key is not None:
-                    self.shared.clear()
-                    self.shared[x] = said, moment_a._version, moment_a
+        size, diagonal = self.size_of("a", covers)
+        if not covers[0] or x is None or inputs is None:
+            shape = (g.shape[0], size) if diagonal else (g.shape[0], 1, 1)
+            return Moments(moment_g.new_full(shape, rows), moment_g, rows, positions, how.blocks)
+        asked = {"reduce": reduce, "diagonal": diagonal, "append_one": covers[1]}
+        # Layers with one input, as query and key, make its moment once. Input or moment may have
+        # been written into since.
+        key = self.input_rows_key()
+        said = key, part, *asked.values(), dtype, x._version
+        known, version, moment_a = self.shared.get(x, (None, None, None))
+        if known == said and moment_a._version == version and key is not None:
+            moment_a = moment_a.clone()
         else:
-            blocks_seen = moment_g.shape[0]
-            shape = (blocks_seen, self.a_dim_of(covers)) if diagonal else (blocks_seen, 1, 1)
-            moment_a = moment_g.new_full(shape, rows)
-        return Moments(moment_a, moment_g, rows, positions, blocks)
+            moment_a = part.weighted(self.input_moment(inputs, outputs, dtype=dtype, **asked))
+            if key is not None:
+                self.shared.clear()
+                self.shared[x] = said, moment_a._version, moment_a
+        return Moments(moment_a, moment_g, rows, positions, how.blocks)
 
     def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
         # A call may see some of the blocks, and one block of inputs may stand for all.
@@ -279,22 +272,6 @@ class Layer:
                 f"positions, features], here [{self.blocks}, batch, positions, {features}]"
             )
             raise invalid_because(f"{type(self).__name__}.{method}", why)
-
-    def _output_moment(
-        self,
-        x: Tensor | None,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, int, int]:
-        """Return Σ (∂L/∂s)(∂L/∂s)ᵀ of this gradient, and how many examples and positions it has."""
-        g = self.output_rows(x, grad)
-        self._check_rows("output_rows", g, self.outputs)
-        _, batch, positions, _ = g.shape
-        g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        return second_moment(g, dtype, diagonal=diagonal), batch, positions
 
     def input_moment(
         self,
@@ -336,7 +313,7 @@ class Layer:
     @property
     def sections(self) -> int:
         """The number of equal parts of the blocks that a call may see alone; most kinds have 1."""
-        return self.blocks if self.intercepts() else 1
+        return self.blocks if self.sectioned or self.intercepts() else 1
 
     @classmethod
     @functools.cache
@@ -347,51 +324,39 @@ class Layer:
     @property
     def primary(self) -> Layer:
         """The layer whose statistics a call enters: itself, or the layer whose weight it uses."""
-        return self
+        return self if self._primary is None else self._primary
 
     @property
     def adds_bias(self) -> bool:
-        """Return whether the rows of a call have a 1 for the bias, if it is covered."""
-        return True
+        """True if the rows of a call have a 1 for the bias, where it is covered."""
+        return not self.crossed and (self.biased or self.primary.bias_apart)
 
     # ---- the gradient as a matrix ----
 
     def matrix_parts(self, matrix: Tensor) -> list[Tensor]:
         """Return views of a ``[blocks, g, a]`` matrix, one for each covered parameter."""
-        parts = []
-        if self.covers[0]:
-            parts.append(matrix[..., : self.inputs].unflatten(-1, self.in_shape))
-        if self.covers[1]:
-            parts.append(matrix[..., -1])
-        return parts
+        bias = [matrix[..., -1]] if self.covers[1] else []
+        if not self.covers[0]:
+            return bias
+        return [matrix[..., : self.inputs].unflatten(-1, self.in_shape), *bias]
 
     def parameter_parts(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return views, shaped like their matrix part, of tensors like the covered parameters."""
-        views = iter(tensors)
-        parts = []
-        if self.covers[0]:
-            parts.append(self.weight_view(next(views)))
-        if self.covers[1]:
-            parts.append(self.bias_view(next(views)))
-        return parts
+        pair = self.weight_view, self.bias_view
+        views = [view for view, covered in zip(pair, self.covers, strict=True) if covered]
+        return [view(tensor) for view, tensor in zip(views, tensors, strict=True)]
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
-
-    @property
-    def bias_rows(self) -> int:
-        """The number of entries of the bias that are this layer's: some kinds share a bias."""
-        return 0 if self.bias is None else self.bias.numel()
 
     def bias_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a bias-shaped tensor as ``[blocks, outputs]``."""
         return tensor.unflatten(0, (self.blocks, self.outputs))
 
     def __repr__(self) -> str:
-        a = f"{self.a_dim}{' diagonal' if self.diagonal_a else ''}"
-        g = f"{self.g_dim}{' diagonal' if self.diagonal_g else ''}"
-        a, g = (g, a) if self.turned else (a, g)
+        sizes = [self.size_of(side) for side in ("ga" if self.turned else "ag")]
+        a, g = [f"{size}{' diagonal' * diagonal}" for size, diagonal in sizes]
         count = f", for each of {self.blocks} parts of its outputs" if self.blocks > 1 else ""
         each = zip(("weight", "bias"), self.trained, self.covers_now(), strict=True)
         frozen = [name for name, trained, moves in each if trained and not moves]
@@ -415,8 +380,7 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     A later registration for the same class replaces the earlier one.
     """
 
-    of_layers = [m for m in modules if isinstance(m, type) and issubclass(m, Layer)]
-    if not modules or of_layers:
+    if not modules or any([isinstance(m, type) and issubclass(m, Layer) for m in modules]):
         raise TypeError("register_layer needs the module classes: @register_layer(ModuleClass)")
     for module in modules:
         if not (isinstance(module, type) and issubclass(module, nn.Module)):
@@ -447,12 +411,10 @@ def check_sizes(layer: Layer) -> None:
     """Refuse a layer whose kind has not said, or has said wrongly, how large it is."""
     kind = type(layer)
     title = f"{kind.__name__} of {layer.name!r}"
-    needed = {"in_shape": "a_dim_of", "outputs": "g_dim_of"}  # attributes, and their readers
-    for name, user in needed.items():
-        if not hasattr(layer, name) and not _overrides(kind, user):
+    for name in ("in_shape", "outputs"):
+        if not hasattr(layer, name):
             raise invalid_because(title, f"it has no {name}; set it in __init__")
-    plain = not any(_overrides(kind, name) for name in (*needed.values(), "weight_view"))
-    if plain and layer.weight is not None:
+    if layer.weight is not None and not _overrides(kind, "weight_view"):
         wanted = (layer.blocks * layer.outputs, *layer.in_shape)
         if tuple(layer.weight.shape) != wanted:
             why = (
@@ -462,21 +424,12 @@ def check_sizes(layer: Layer) -> None:
             raise invalid_because(title, why)
 
 
-def kind_of(module: nn.Module) -> type[Layer] | None:
-    """Return a module's registered kind, or ``None``; no kind covers an overridden forward."""
+def kind_of(module: nn.Module, *, overridden: bool = False) -> type[Layer] | None:
+    """Return a module's registered kind, or ``None``; no kind covers an ``overridden`` forward."""
     for cls in type(module).__mro__:
-        kind = _registered(cls)
+        kind = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__name__}")
         if kind is not None:  # weight standardization overrides _conv_forward
             names = [] if "forward" in vars(module) else ["forward", "_conv_forward"]
             same = [getattr(type(module), x, None) is getattr(cls, x, None) for x in names]
-            return kind if same and all(same) else None
+            return kind if overridden or (same and all(same)) else None
     return None
-
-
-def inherited_kind(module: nn.Module) -> type[Layer] | None:
-    """Return the kind of the class that a module inherits from, whatever its forward does."""
-    return next(filter(None, map(_registered, type(module).__mro__)), None)
-
-
-def _registered(cls: type) -> type[Layer] | None:
-    return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__name__}")

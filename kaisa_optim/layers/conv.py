@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import grad as of_weights
 
-from ..linalg.moments import (
-    bordered,
-    second_moment,
-    symmetric,
-    takes_halves,
-)
+from ..linalg.moments import bordered, second_moment, symmetric, takes_halves
 from ..linalg.products import lowered
 from .base import Layer, register_layer
 
@@ -37,8 +32,8 @@ class _Spatial(Layer):
 
     divided_by_positions = True
     cast_by_autocast = True
-    reads_input = False
     reads_dense_only = True
+    module: _Conv | _ConvTranspose
 
     def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
         super().__init__(name, module)
@@ -53,28 +48,37 @@ class _Spatial(Layer):
     def _batched(self, tensor: Tensor) -> Tensor:
         return tensor[None] if tensor.dim() == self.dims + 1 else tensor
 
-    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""
+    def _plain(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Sequence[int]]:
+        """Return the padded input and the stride of a plain convolution with the same patches."""
         raise NotImplementedError
 
+    def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return Σ a aᵀ, without the bias's 1, if it takes fewer products than the patches do."""
+        raise NotImplementedError
+
+    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""
+        (plain, stride), module = self._plain(x, grad), self.module
+        return windows(plain, module.kernel_size, stride, module.dilation)
+
+    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
+        """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
+        (sums, stride), module = self._plain(x, grad), self.module
+        geometry = zip(module.kernel_size, stride, module.dilation, strict=True)
+        for dim, (k, s, d) in enumerate(geometry, start=2):
+            # From the first position to the last.
+            reach = (sums.shape[dim] - d * (k - 1) - 1) // s * s + 1
+            sums = sums.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
+        return sums.unflatten(1, (self.blocks, -1)).flatten(2)
+
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        x, grad = self._batched(x), self._batched(grad)
-        return _rows(self._patches(x, grad), self.blocks)
+        return _rows(self._patches(self._batched(x), self._batched(grad)), self.blocks)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         grad = self._batched(grad).flatten(2)
         columns = grad.unflatten(1, (self.blocks, self.outputs)).permute(1, 2, 0, 3)
         # Copy channel by channel, as memory has them: this is fast, and suits the product.
         return columns.contiguous().permute(0, 2, 3, 1)
-
-    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return each tap's sum over an image's positions, ``[batch, blocks, inputs]``."""
-        raise NotImplementedError
-
-    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        """Return Σ a aᵀ over all positions of a part of the batch."""
-        rows = self.input_rows(x, grad).flatten(1, 2)
-        return second_moment(rows, dtype, diagonal=False, append_one=append_one)
 
     def input_moment(
         self,
@@ -86,36 +90,31 @@ class _Spatial(Layer):
         append_one: bool,
         dtype: torch.dtype,
     ) -> Tensor:
-        total: Tensor | None = None
-        for images, gradients in self.parts(x, grad):
-            if reduce or diagonal:
-                moment = self._cheap_moment(
-                    images.to(dtype), gradients, reduce, diagonal, append_one
-                )
+        x, grad = self._batched(x), self._batched(grad)
+        positions, total = grad.shape[2:].numel(), None
+        # Images come in parts: rows take much more memory.
+        most = _PATCH_ELEMENTS if x.device.type == "cpu" else _PATCH_ELEMENTS_OF_GPUS
+        chunk = max(1, most // max(1, self.blocks * self.inputs * positions))
+        for images, gradients in zip(x.split(chunk), grad.split(chunk), strict=True):
+            if reduce:
+                rows = self._sums(images.to(dtype), gradients).transpose(0, 1) / positions
+                moment = second_moment(rows, dtype, diagonal=diagonal, append_one=append_one)
+            elif diagonal:
+                squares = images.to(dtype).square().sum(0, keepdim=True)
+                moment = self._sums(squares, gradients)[0]
+                if append_one:
+                    moment = F.pad(moment, (0, 1), value=len(images) * positions)
+            elif (products := self._products(images, gradients, dtype)) is None:
+                rows = self.input_rows(images, gradients).flatten(1, 2)
+                moment = second_moment(rows, dtype, diagonal=False, append_one=append_one)
             else:
-                moment = self._moment(images, gradients, append_one, dtype)
+                moment = symmetric(products)
+                if append_one:
+                    sums = self._sums(images.sum(0, keepdim=True, dtype=dtype), gradients)[0]
+                    moment = bordered(moment, sums, len(images) * positions)
             total = moment if total is None else total.add_(moment)
         assert total is not None  # split gives at least one chunk
         return total
-
-    def _cheap_moment(
-        self, x: Tensor, grad: Tensor, reduce: bool, diagonal: bool, append_one: bool
-    ) -> Tensor:
-        """Return a moment of means over positions, or a diagonal one, without patches."""
-        positions = grad.shape[2:].numel()
-        if reduce:
-            rows = self._sums(x, grad).transpose(0, 1) / positions
-            return second_moment(rows, x.dtype, diagonal=diagonal, append_one=append_one)
-        moment = self._sums(x.square().sum(0, keepdim=True), grad)[0]
-        return F.pad(moment, (0, 1), value=x.shape[0] * positions) if append_one else moment
-
-    def parts(self, x: Tensor, grad: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of input and output gradient: rows take much more memory than images."""
-        x, grad = self._batched(x), self._batched(grad)
-        per_image = self.blocks * self.inputs * grad.shape[2:].numel()
-        most = _PATCH_ELEMENTS if x.device.type == "cpu" else _PATCH_ELEMENTS_OF_GPUS
-        chunk = max(1, most // max(1, per_image))
-        yield from zip(x.split(chunk), grad.split(chunk), strict=True)
 
 
 def windows(
@@ -124,19 +123,6 @@ def windows(
     """Return sliding windows, ``[batch, channels, *positions, *kernel]``, as a view."""
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
-    return x
-
-
-def patch_sums(
-    x: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
-    """Return Σ u over each image's patches, ``[batch, channels, *kernel]``.
-
-    Dimensions beyond the kernel's stay as they are.
-    """
-    for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        reach = (x.shape[dim] - d * (k - 1) - 1) // s * s + 1  # from the first position to the last
-        x = x.unfold(dim, reach, d).narrow(dim, 0, k)[..., ::s].sum(-1)
     return x
 
 
@@ -152,6 +138,7 @@ def _rows(patches: Tensor, groups: int) -> Tensor:
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_Spatial):
     watchable = True
+    module: _Conv
 
     def __init__(self, name: str, module: _Conv) -> None:
         super().__init__(name, module)
@@ -163,37 +150,42 @@ class ConvLayer(_Spatial):
         self.keeps_another = module.padding_mode == "circular" or uneven
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        module = self.module
-        assert isinstance(module, _Conv) and self.weight is not None
-        dtype = torch.promote_types(grad.dtype, torch.float32)
-        x, grad = self._padded(self._batched(x)).to(dtype), self._batched(grad).to(dtype)
-        geometry = {"stride": module.stride, "dilation": module.dilation, "groups": module.groups}
-        made = _GRADIENTS[self.dims - 1](x, self.weight.shape, grad, **geometry)
+        assert self.weight is not None
+        module, dtype = self.module, torch.promote_types(grad.dtype, torch.float32)
+        (x, stride), grad = self._plain(self._batched(x), grad), self._batched(grad).to(dtype)
+        geometry = {"stride": stride, "dilation": module.dilation, "groups": module.groups}
+        made = _GRADIENTS[self.dims - 1](x.to(dtype), self.weight.shape, grad, **geometry)
         return self.weight_view(made).flatten(2)
 
-    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
+    def _plain(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Sequence[int]]:
         module = self.module
-        assert isinstance(module, _Conv)
-        sums = patch_sums(self._padded(x), module.kernel_size, module.stride, module.dilation)
-        return sums.unflatten(1, (self.blocks, -1)).flatten(2)
+        if module.padding == "same":  # the odd zero lies at the end
+            reach = [d * (k - 1) for k, d in zip(module.kernel_size, module.dilation, strict=True)]
+            pairs = [(n // 2, n - n // 2) for n in reach]
+        else:
+            padding = (0,) * self.dims if module.padding == "valid" else module.padding
+            pairs = [(int(n), int(n)) for n in padding]
+        sides = [side for pair in reversed(pairs) for side in pair]
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        # Without the question, torch would copy an input that needs no padding.
+        return F.pad(x, sides, mode=mode) if any(sides) else x, module.stride
 
-    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        """Return Σ a aᵀ over all positions of a part of the batch.
+    def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return Σ a aᵀ, with the products that pairs of kernel rows share taken once.
 
         Each row of the kernel sees a row of the input. At stride 1, all pairs of kernel rows with
-        one shift between them see the same pairs of input rows, but for some at the borders: the
-        sum over the pairs that they share is taken once.
+        one shift between them see the same pairs of input rows, but for some at the borders.
         """
         module = self.module
-        assert isinstance(module, _Conv)
         taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
         # Without it, a mean step at the defaults took 1.13 times as long for a ResNet-32, and 1.17
         # for a U-Net (in turns, one thread of an AMD EPYC with AVX-512).
         shares = taps > 1 and module.stride[0] == 1 and positions >= apart * (taps - 1)
         if not shares or takes_halves(x) or lowered():
-            return super()._moment(x, grad, append_one, dtype)
+            return None
         sizes = module.kernel_size, module.stride, module.dilation
-        images = windows(self._padded(x).to(dtype), *((1, *of_dims[1:]) for of_dims in sizes))
+        plain = self._plain(x, grad)[0].to(dtype)
+        images = windows(plain, *((1, *of_dims[1:]) for of_dims in sizes))
         images = images.unflatten(1, (self.blocks, -1))
         positions_of, kernel = range(4, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
         images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)
@@ -216,62 +208,50 @@ class ConvLayer(_Spatial):
                 moment[:, tap + count, :, tap] = block.mT
                 moment[:, tap, :, tap + count] = block
         sides = taps, self.in_shape[0], side // self.in_shape[0]
-        moment = moment.view(-1, *sides, *sides).permute(0, 2, 1, 3, 5, 4, 6).reshape(-1, n, n)
-        if not append_one:
-            return symmetric(moment)
-        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
-        return bordered(symmetric(moment), total, grad[:, 0].numel())
-
-    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
-        module = self.module
-        assert isinstance(module, _Conv)
-        return windows(self._padded(x), module.kernel_size, module.stride, module.dilation)
-
-    def _padded(self, x: Tensor) -> Tensor:
-        module = self.module
-        assert isinstance(module, _Conv)
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        sides = [side for pair in reversed(self._padding()) for side in pair]
-        return F.pad(x, sides, mode=mode) if any(sides) else x  # torch would copy it
-
-    def _padding(self) -> tuple[tuple[int, int], ...]:
-        """Return zeros before and after each dimension; "same" puts the odd one at the end."""
-        module = self.module
-        assert isinstance(module, _Conv)
-        pairs = []
-        for i in range(self.dims):
-            if module.padding == "same":
-                total = module.dilation[i] * (module.kernel_size[i] - 1)
-                pairs.append((total // 2, total - total // 2))
-            elif module.padding == "valid":
-                pairs.append((0, 0))
-            else:
-                pairs.append((int(module.padding[i]), int(module.padding[i])))
-        return tuple(pairs)
+        moment = moment.view(-1, *sides, *sides).permute(0, 2, 1, 3, 5, 4, 6)
+        return moment.reshape(-1, n, n)
 
 
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeLayer(_Spatial):
     """A transposed convolution is a plain one over its input with zeros between the elements."""
 
-    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        module, ones = self.module, (1,) * self.dims
-        assert isinstance(module, _ConvTranspose)
-        sums = patch_sums(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
-        return sums.flip(self._taps(2)).unflatten(1, (self.blocks, -1)).flatten(2)
+    module: _ConvTranspose
 
-    def _moment(self, x: Tensor, grad: Tensor, append_one: bool, dtype: torch.dtype) -> Tensor:
-        """Return Σ a aᵀ over all positions of a part of the batch.
+    def _plain(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Sequence[int]]:
+        """Return the input of the plain convolution, which meets the taps in reverse order."""
+        module = self.module
+        sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)]
+        stuffed = x.new_zeros(*x.shape[:2], *sizes)
+        stuffed[(_ALL, _ALL, *(slice(None, None, s) for s in module.stride))] = x
+        pad: list[int] = []
+        for i in range(self.dims):
+            reach = module.dilation[i] * (module.kernel_size[i] - 1)
+            before = reach - int(module.padding[i])
+            # The gradient's size tells this call's output_padding, or its output_size=.
+            after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
+            pad = [before, after, *pad]
+        return F.pad(stuffed, pad), (1,) * self.dims
+
+    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
+        return super()._patches(x, grad).flip(self._taps(2 + self.dims))
+
+    def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
+        return super()._sums(x, grad).unflatten(2, self.in_shape).flip(self._taps(3)).flatten(2)
+
+    def _taps(self, first: int) -> list[int]:
+        return list(range(first, first + self.dims))
+
+    def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return Σ a aᵀ, without the products of zeros.
 
         Along a dimension of stride s, a tap meets elements at every s-th position, and zeros at the
         others: only taps that meet elements at the same positions have a product.
         """
         # Without it, a mean step at the defaults took 1.05 times as long for a U-Net.
-        module, ones = self.module, (1,) * self.dims
-        assert isinstance(module, _ConvTranspose)
         if lowered():
-            return super()._moment(x, grad, append_one, dtype)
-        patches = windows(self._stuffed(x, grad), module.kernel_size, ones, module.dilation)
+            return None
+        module, patches = self.module, super()._patches(x, grad)
         moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape, dtype=dtype)
         for phase in itertools.product(*map(range, module.stride)):
             taps, positions = [], []
@@ -287,40 +267,7 @@ class ConvTransposeLayer(_Spatial):
             part = part.unflatten(2, shape).unflatten(1, shape)
             moment[(_ALL, _ALL, *taps, _ALL, *taps)] = part
         moment = moment.flip(*self._taps(2), *self._taps(3 + self.dims)).flatten(1, 1 + self.dims)
-        moment = symmetric(moment.flatten(2))
-        if not append_one:
-            return moment
-        total = self._sums(x.sum(0, keepdim=True, dtype=dtype), grad)[0]
-        return bordered(moment, total, grad[:, 0].numel())
-
-    def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
-        module = self.module
-        assert isinstance(module, _ConvTranspose)
-        stuffed = self._stuffed(x, grad)
-        patches = windows(stuffed, module.kernel_size, (1,) * self.dims, module.dilation)
-        return patches.flip(self._taps(2 + self.dims))
-
-    def _taps(self, first: int) -> list[int]:
-        return list(range(first, first + self.dims))
-
-    def _stuffed(self, x: Tensor, grad: Tensor) -> Tensor:
-        """Return the input of the plain convolution, which meets the taps in reverse order."""
-        module = self.module
-        assert isinstance(module, _ConvTranspose)
-        stuffed = x.new_zeros(
-            *x.shape[:2],
-            *((n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)),
-        )
-        elements = (_ALL, _ALL, *(slice(None, None, s) for s in module.stride))
-        stuffed[elements] = x
-        pad: list[int] = []
-        for i in range(self.dims):
-            reach = module.dilation[i] * (module.kernel_size[i] - 1)
-            before = reach - int(module.padding[i])
-            # The gradient's size tells this call's output_padding, or its output_size=.
-            after = grad.shape[2 + i] + reach - stuffed.shape[2 + i] - before
-            pad = [before, after, *pad]
-        return F.pad(stuffed, pad)
+        return moment.flatten(2)
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)

@@ -8,24 +8,25 @@ costs the same for many watched parameters as for one.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.utils import _ntuple
 from torch.overrides import TorchFunctionMode
 
-from . import uses
+from .base import Layer
 from .conv import ConvLayer
-
-if TYPE_CHECKING:
-    from .base import Layer, Tap
+from .kinds import GroupedUse, ProductUse, StackedUse, TableUse
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Watcher = Callable[["WatchMode", Any, Args, Kwargs], Any]
 _ALL = slice(None)
 
 
@@ -39,24 +40,17 @@ class Found(NamedTuple):
 
 
 class Scope:
-    """The layers that are watched in one call of a module, and the tap for their uses."""
+    """The layers that are watched in one call of a module, or whose uses are searched in it."""
 
-    def __init__(
-        self,
-        layers: Iterable[Layer],
-        tap: Tap,
-        note: Callable[[Layer], None] = lambda layer: None,
-    ) -> None:
-        self.layers = frozenset(layers)
-        self.tap, self.note = tap, note
-        self.checkpoints = running_checkpoints()
+    def __init__(self, layers: Iterable[Layer], *, searches: bool = False) -> None:
+        self.layers, self.searches = frozenset(layers), searches
+        self.checkpoints = _checkpoints()
         # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
-        self.known: dict[int, tuple[Tensor, Layer]] = {
-            id(p): (p, layer)
-            for layer in self.layers
-            for p in (layer.weight, layer.bias)
-            if p is not None
-        }
+        self.known: dict[int, tuple[Tensor, Layer]] = {}
+        for layer in self.layers:
+            for p in (layer.weight, layer.bias):
+                if p is not None:
+                    self.known[id(p)] = p, layer
 
 
 class WatchMode(TorchFunctionMode):
@@ -72,40 +66,21 @@ class WatchMode(TorchFunctionMode):
         self._around = around  # the Capture
         self.scopes: list[Scope] = []  # of the modules that run, the innermost last
 
-    def begin(self, scope: Scope) -> None:
-        """Watch one module's call more, until the exit that belongs to it."""
-        self.scopes.append(scope)
-        if len(self.scopes) == 1:
-            self.__enter__()
-
     def __exit__(self, *error: Any) -> None:
         self.scopes.pop()
         if not self.scopes:
             super().__exit__(*error)
 
     @torch.compiler.disable  # a compiled model runs as it is
-    def __torch_function__(
-        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
-    ) -> Any:
-        watch = WATCHED.get(func)
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch(self, func, args, kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out, watch = func(*args, **kwargs), WATCHED.get(func)
+        return out if watch is None else watch(self, out, args, kwargs)
 
     def find(self, value: Any) -> Found | None:
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
-        found = self.known(value)
-        if found is None or not self._around.takes(found.layer):
-            return None
-        if running_checkpoints() == found.scope.checkpoints:
-            return found
-        found.scope.note(found.layer)
-        return None
-
-    def known(self, value: Tensor) -> Found | None:
-        """Return the parameter, or its stand-in, that a tensor is or is a view of."""
         base = value._base if value._is_view() else None
         for scope in reversed(self.scopes):
             known = scope.known.get(id(value))
@@ -113,13 +88,26 @@ class WatchMode(TorchFunctionMode):
                 known = scope.known[id(base)]
             known = known or self._gathered(scope, value if base is None else base)
             if known is not None:
-                return Found(scope, known[1], known[0], value)
+                break
+        else:
+            return None
+        found = Found(scope, known[1], known[0], value)
+        if not self._around.takes(found.layer):
+            return None
+        if _checkpoints() == scope.checkpoints:
+            return found
+        self.note(found)
         return None
 
     def tap(self, found: Found, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
         """Tap a call's output."""
-        found.scope.note(found.layer)
-        return found.scope.tap(layer, output, x, blocks)
+        self.note(found)
+        return self._around._tap(layer, output, x, blocks)
+
+    def note(self, found: Found) -> None:
+        """Note the module that runs as one to be watched, in a search."""
+        if found.scope.searches:
+            self._around._note(found.layer)
 
     def _gathered(self, scope: Scope, base: Tensor) -> tuple[Tensor, Layer] | None:
         """Return a whole parameter that stands in a sharded one's place now, and its layer."""
@@ -148,36 +136,24 @@ class WatchMode(TorchFunctionMode):
         if place is None or own is None or (x.dim() <= 2 and self.is_parameter(x)):
             return out
         used = 1 - input_dim if place.transposed else input_dim
-        crossed = used != own
-        if place.first is not None and used == 0:  # a part of the inputs
-            return out
+        in_part = place.first is not None and used == 0  # of the inputs
         # The bias of a layer by use belongs to its own product alone.
-        if layer.covers[1] and layer.by_use:
+        if in_part or (layer.covers[1] and layer.by_use):
             return out
-        use = kind(layer, crossed=crossed)
-        use.biased = biased
-        if place.first is not None:
-            use.first = place.first
+        use = kind(layer, crossed=used != own)
+        use.biased, use.first = biased, place.first
         return self.tap(found, use, out, x, place.blocks)
 
     def rows(
         self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
         """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        place = place_of(found.view, found.whole)
-        matrix = place is not None and not place.transposed and found.view.dim() == 2
-        if place is None or not matrix or place.first is not None:
+        layer, place = found.layer, place_of(found.view, found.whole)
+        whole = place is not None and not place.transposed and place.first is None
+        is_table = layer.input_dim is not None and layer.blocks == 1 and not layer.covers[1]
+        if not whole or found.view.dim() != 2 or not is_table:
             return out
-        return self.table(found, out, indices, padding)
-
-    def table(
-        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
-    ) -> Tensor:
-        """Tap rows of the whole weight, which enter the output."""
-        layer, own = found.layer, found.layer.input_dim
-        if own is None or layer.blocks > 1 or layer.covers[1]:
-            return out
-        use = uses.TableUse(layer, padding, crossed=own == 1)
+        use = TableUse(layer, padding, crossed=layer.input_dim == 1)
         return self.tap(found, use, out, indices, _ALL)
 
 
@@ -193,41 +169,48 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
     """Return the place of a view of ``whole``, a matrix or stack; ``None`` for other views."""
     if whole.dim() not in (2, 3) or not 2 <= view.dim() <= whole.dim():
         return None
-    offset, strides = int(view.storage_offset()) - int(whole.storage_offset()), whole.stride()
-    block, blocks = 0, slice(None)
+    offset, blocks = int(view.storage_offset()) - int(whole.storage_offset()), slice(None)
+    count = view.shape[0] if view.dim() == 3 else 1
     if whole.dim() == 3:
-        block, offset = divmod(offset, strides[0])
-        count = view.shape[0] if view.dim() == 3 else 1
-        if view.dim() == 3 and count > 1 and view.stride(0) != strides[0]:
+        block, offset = divmod(offset, whole.stride(0))
+        if count > 1 and view.stride(0) != whole.stride(0):
             return None
         if count < whole.shape[0]:
             blocks = slice(block, block + count)
-    first, beside = divmod(offset, strides[-2])
-    if beside:
-        return None
-    size, step = view.shape[-2:], view.stride()[-2:]
+    first, beside = divmod(offset, whole.stride(-2))
+    steps, size, step = whole.stride()[-2:], view.shape[-2:], view.stride()[-2:]
     for transposed in (False, True):
-        rows, columns = (size[1], size[0]) if transposed else (size[0], size[1])
-        row_step, column_step = (step[1], step[0]) if transposed else (step[0], step[1])
-        steps_fit = (rows == 1 or row_step == strides[-2]) and (
-            columns == 1 or column_step == strides[-1]
-        )
-        if columns == whole.shape[-1] and steps_fit and first + rows <= whole.shape[-2]:
-            in_part = rows < whole.shape[-2]
-            if in_part and whole.dim() == 3 and view.dim() == 3 and view.shape[0] > 1:
-                return None
+        if transposed:
+            size, step = size[::-1], step[::-1]
+        aligned = all([n == 1 or x == y for n, x, y in zip(size, step, steps, strict=True)])
+        fits = size[1] == whole.shape[-1] and first + size[0] <= whole.shape[-2] and not beside
+        in_part = size[0] < whole.shape[-2]
+        if aligned and fits:
+            if in_part and count > 1:
+                return None  # some rows of several matrices
             return Place(blocks, transposed, first if in_part else None)
     return None
 
 
-def running_checkpoints() -> int:
-    """Return how many calls of torch.utils.checkpoint's functions run."""
+def _running(module: str) -> Iterator[FrameType]:
+    """Yield the frames in which a module's functions run, from the innermost outwards."""
     frame: FrameType | None = sys._getframe(1)
-    count = 0
     while frame is not None:
-        count += frame.f_globals.get("__name__") == "torch.utils.checkpoint"
+        if frame.f_globals.get("__name__") == module:
+            yield frame
         frame = frame.f_back
-    return count
+
+
+def running_calls() -> Iterator[dict[str, Any]]:
+    """Yield the local variables of the calls of modules, from the innermost outwards."""
+    for frame in _running("torch.nn.modules.module"):
+        if frame.f_code.co_name == "_call_impl":
+            yield frame.f_locals
+
+
+def _checkpoints() -> int:
+    """Return how many calls of torch.utils.checkpoint's functions run."""
+    return len([*_running("torch.utils.checkpoint")])
 
 
 def _trains(view: Tensor, base: Any) -> bool:
@@ -245,15 +228,13 @@ def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = Non
 # ---- calls ----
 
 
-def _linear(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _linear(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
     bias = _argument(args, kwargs, 2, "bias")
     return _biased_product(mode, out, x, weight, bias, input_dim=1)
 
 
-def _addmm(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _addmm(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 3 or kwargs:
         return out
     return _biased_product(mode, out, args[1], args[2], args[0], input_dim=0)
@@ -265,74 +246,59 @@ def _biased_product(
     found = mode.find(weight)
     if found is None:
         return out
-    layer = found.layer
-    added = mode.find(bias) if layer.covers[1] else None
+    layer, covers_bias = found.layer, found.layer.covers[1]
+    added = mode.find(bias) if covers_bias else None
     biased = added is not None and added.layer is layer
-    own = found.view is found.whole and (not layer.covers[1] or biased)
-    own = own and (added is None or added.view is added.whole)
-    if own and layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input:
+    whole = found.view is found.whole and (added is None or added.view is added.whole)
+    is_own = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
+    if whole and is_own and biased == covers_bias:
         return mode.tap(found, layer, out, x, _ALL)
-    return mode.product(found, out, x, uses.ProductUse, input_dim, biased)
+    return mode.product(found, out, x, ProductUse, input_dim, biased)
 
 
-def _matmul(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) < 2:
         return out
     left, right = args[0], args[1]
     found = mode.find(right)
     if found is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
-        return mode.product(found, out, left, uses.ProductUse, 0)
+        return mode.product(found, out, left, ProductUse, 0)
     if found is not None and right.dim() == 3 and left.dim() == 3:
-        return mode.product(found, out, left, uses.StackedUse, 0)
+        return mode.product(found, out, left, StackedUse, 0)
     found = mode.find(left)
     if found is not None and left.dim() == 2 <= right.dim():
-        return mode.product(found, out, right, uses.ColumnsUse, 1)
+        # Columns ``[..., features, columns]``, as in Mamba, are rows of the transpose.
+        return mode.product(found, out.mT, right.mT, ProductUse, 1).mT
     return out
 
 
-def _grouped(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     x, weight, ends = args[0], _argument(args, kwargs, 1, "mat_b"), kwargs.get("offs")
     found = mode.find(weight)
     if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
         return out
-
-    def kind(layer: Layer, *, crossed: bool) -> uses.GroupedUse:
-        return uses.GroupedUse(layer, ends, crossed=crossed)
-
-    return mode.product(found, out, x, kind, 0)
+    return mode.product(found, out, x, functools.partial(GroupedUse, ends=ends), 0)
 
 
-def _einsum(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _einsum(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
+    """Watch equations of rows times a matrix, such as ``"bi,oi->bo"``."""
+    equation = args[0]
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    if not isinstance(args[0], str) or len(operands) != 2:
+    if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return out
+    terms, result = equation.replace(" ", "").split("->")
     for i, weight in enumerate(operands):
-        found = mode.find(weight)
-        terms = _matrix_terms(args[0], 1 - i, i) if found is not None else None
-        if found is not None and terms is not None and weight.dim() == 2:
-            return mode.product(found, out, operands[1 - i], uses.ProductUse, terms)
+        found, of_weight, of_x = mode.find(weight), terms.split(",")[i], terms.split(",")[1 - i]
+        ends = {of_x[-1:], result[-1:]}
+        is_matrix = found is not None and weight.dim() == 2 and "." not in of_weight
+        fits = of_x[:-1] == result[:-1] and len(ends) == 2 and ends == {*of_weight}
+        if found is not None and is_matrix and fits:
+            input_dim = of_weight.index(of_x[-1])
+            return mode.product(found, out, operands[1 - i], ProductUse, input_dim)
     return out
 
 
-def _matrix_terms(equation: str, x: int, weight: int) -> int | None:
-    """Return which dimension of a matrix meets the input in an equation of rows times matrix."""
-    sides = equation.replace(" ", "").split("->")
-    if len(sides) != 2:
-        return None
-    terms, result = sides[0].split(","), sides[1]
-    of_x, of_weight = terms[x], terms[weight]
-    if len(of_weight) != 2 or "." in of_weight or of_x[:-1] != result[:-1]:
-        return None
-    if {of_x[-1], result[-1]} != set(of_weight) or len(set(of_weight)) != 2:
-        return None
-    return of_weight.index(of_x[-1])
-
-
-def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _embedding(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     names = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
     if found is None or any(_argument(args, kwargs, at, name) for at, name in names):
@@ -343,9 +309,8 @@ def _embedding(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.rows(found, out, _argument(args, kwargs, 0, "input"), padding)
 
 
-def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
+def _picked(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     """Watch ``table[indices]`` and index_select along rows."""
-    out = func(*args, **kwargs)
     found, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
     plain = isinstance(last, Tensor) and last.dtype in (torch.int32, torch.int64) and last.dim() > 0
@@ -354,8 +319,7 @@ def _picked(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return mode.rows(found, out, last)
 
 
-def _added(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _added(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(args) != 2 or kwargs:
         return out
     for table, rows in (args, args[::-1]):
@@ -377,48 +341,42 @@ def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
     if place is None or place.transposed:
         return out
     indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    return mode.table(found, out, indices.expand(out.shape[:-1]))
+    found = found._replace(view=found.whole.detach().flatten(0, -2))
+    return mode.rows(found, out, indices.expand(out.shape[:-1]))
 
 
-def _cast(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _cast(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(args[0])
     is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not args[0]
     if found is not None and is_copy and found.view is found.whole:
         # The gradient of the copy is the parameter's.
         found.scope.known[id(out)] = out, found.layer
-        found.scope.note(found.layer)
+        mode.note(found)
     return out
 
 
-def _conv(mode: WatchMode, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    out = func(*args, **kwargs)
+def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     found = mode.find(_argument(args, kwargs, 1, "weight"))
     bias = mode.find(_argument(args, kwargs, 2, "bias"))
     if found is None or not isinstance(found.layer, ConvLayer):
         return out
     layer, module, view, whole = found.layer, found.layer.module, found.view, found.whole
-    if view.shape != whole.shape or view.stride() != whole.stride():
-        return out
-    if layer.bias is not None and (bias is None or bias.layer is not layer):
+    is_view = view.shape != whole.shape or view.stride() != whole.stride()
+    lacks_bias = layer.bias is not None and (bias is None or bias.layer is not layer)
+    if is_view or lacks_bias or module.padding_mode != "zeros":
         return out
     geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-    as_built = module.padding_mode == "zeros" and all(
-        _spread(getattr(module, name), layer.dims)
-        == _spread(_argument(args, kwargs, 3 + i, name, default), layer.dims)
-        for i, (name, default) in enumerate(geometry.items())
-    )
-    x = _argument(args, kwargs, 0, "input")
-    return mode.tap(found, layer, out, x, _ALL) if as_built else out
-
-
-def _spread(value: Any, dims: int) -> Any:
-    return (value,) * dims if isinstance(value, int) else value
+    to_tuple = _ntuple(layer.dims)
+    for i, (name, default) in enumerate(geometry.items()):
+        value = _argument(args, kwargs, 3 + i, name, default)
+        if to_tuple(value) != to_tuple(getattr(module, name)):
+            return out
+    return mode.tap(found, layer, out, _argument(args, kwargs, 0, "input"), _ALL)
 
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
-WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
+WATCHED: dict[Any, Watcher] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,

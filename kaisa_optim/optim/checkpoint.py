@@ -523,8 +523,8 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
         total = entries[layer.parameters[0]][f"{PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for p in layer.parameters:
             seconds.setdefault(p, torch.zeros(p.shape, dtype=total.dtype))
-        means = total.cpu() / (layer.g_dim * layer.a_dim)
-        matrix = means[:, None, None].expand(-1, layer.g_dim, layer.a_dim)
+        g, a = layer.size_of("g")[0], layer.size_of("a")[0]
+        matrix = (total.cpu() / (g * a))[:, None, None].expand(-1, g, a)
         parts = layer.parameter_parts([seconds[p] for p in layer.parameters])
         for part, room in zip(layer.matrix_parts(matrix), parts, strict=True):
             room.copy_(part)

@@ -164,7 +164,7 @@ def test_frozen_in_the_middle_of_training(frozen):
 def test_parameters_outside_of_the_groups_are_left_alone():
     net = mlp()
     opt = exact([net[0].weight, *net[2].parameters()], model=net)
-    assert opt.preconditioner.layers["0"].a_dim == 4
+    assert opt.preconditioner.layers["0"].size_of("a") == (4, False)
     x = normal(6, 4)
     a = x.T @ x / 6
     fit(x)(net)

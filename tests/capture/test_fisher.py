@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.capture import fisher
-from kaisa_optim.layers.linear import LinearLayer
+from kaisa_optim.layers.kinds import LinearLayer
 from tests.curvature.test_exactness import seeded
 from tests.support import reference as ref
 from tests.support.cluster import batch, kept, network

@@ -19,7 +19,8 @@ from torch import Tensor
 from kaisa_optim import KFACSGD
 from kaisa_optim.capture.forward_pass import accumulates_into
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.layers import GATHER, Layer, watch
+from kaisa_optim.layers import Layer, watch
+from kaisa_optim.layers.base import GATHER
 from tests.support.programs import Program, Rows
 
 COUNT = int(os.environ.get("PROGRAMS", "100"))

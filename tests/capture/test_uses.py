@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
-from kaisa_optim.layers.linear import LinearLayer
+from kaisa_optim.layers.kinds import LinearLayer
 from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.close import assert_close
 from tests.support.watch import exact, normal, seeded, taken

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACAdam
 from kaisa_optim.capture.hooks import Capture
-from kaisa_optim.layers import Layer, WatchMode, watch
-from kaisa_optim.layers.linear import LinearLayer
+from kaisa_optim.layers import Layer, watch
+from kaisa_optim.layers.kinds import LinearLayer
+from kaisa_optim.layers.watch import WatchMode
 from tests.layers.test_uses import Body, loss_of
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.watch import normal, seeded

@@ -71,8 +71,7 @@ def sides(opt: KFACSGD) -> dict[str, tuple[int, int, int]]:
     return {
         name: (
             layer.blocks,
-            -layer.a_dim if layer.diagonal_a else layer.a_dim,
-            -layer.g_dim if layer.diagonal_g else layer.g_dim,
+            *(-n if diagonal else n for n, diagonal in map(layer.size_of, "ag")),
         )
         for name, layer in opt.preconditioner.layers.items()
     }

@@ -15,8 +15,6 @@ from tests.support import reference as ref
 from tests.support.watch import normal as normal
 
 DAMPING = 0.07
-
-
 SHARING = ("expand", "reduce")
 
 
@@ -75,8 +73,6 @@ WAYS = [
     *(("expand", method) for method in ("eigen", "inverse-full")),
     *(("reduce", method) for method in ("eigen-outer", "inverse-pi")),
 ]
-
-
 ALL_WAYS = [(sharing, method) for sharing in SHARING for method in ref.METHODS]
 
 

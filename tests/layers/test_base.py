@@ -10,15 +10,9 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.layers import base
-from tests.layers.cases import (
-    ALL_WAYS,
-    Case,
-    check,
-    normal,
-)
+from tests.layers.cases import ALL_WAYS, Case, check, normal
 from tests.layers.test_conv import CONV, TRANSPOSED
-from tests.layers.test_embedding import EMBEDDING
-from tests.layers.test_linear import LINEAR
+from tests.layers.test_kinds import EMBEDDING, LINEAR
 
 
 class Own(nn.Module):

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.forward_pass import top_hooks
-from kaisa_optim.layers import GATHER
-from kaisa_optim.layers.sampling import WHOLE, sample_of
+from kaisa_optim.layers import LinearLayer, sample_of
+from kaisa_optim.layers.attention import ProjectionLayer
+from kaisa_optim.layers.base import GATHER, WHOLE
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
@@ -79,16 +80,18 @@ TAKEN = [
 
 @pytest.mark.parametrize(("examples", "fraction", "turn", "taken"), TAKEN)
 def test_which_examples_are_taken(examples, fraction, turn, taken):
-    sample = sample_of(fraction, turn)
-    part = sample.part(1, examples)
     numbers = torch.arange(examples)[:, None].expand(2, examples, 3)
+    layer = ProjectionLayer.layers_of("", nn.MultiheadAttention(3, 1))[0]
+    part = layer.part(numbers, numbers, sample_of(fraction, turn))
     assert part.of(numbers).unique().tolist() == taken
     assert (part.whole, part.taken) == (examples, len(taken))
 
 
 def test_all_are_taken_where_nothing_can_be_left_out():
     assert sample_of(1.0, 3) is None
-    assert sample_of(0.25, 3).part(0, 1) is sample_of(0.25, 3).part(0, 0) is WHOLE
+    layer = LinearLayer("", nn.Linear(3, 3))
+    for rows in (torch.zeros(1, 3), torch.zeros(0, 3)):
+        assert layer.part(rows, rows, sample_of(0.25, 3)) is WHOLE
 
 
 # ---- every layer kind against the dense reference ----

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.layers import PassSettings, kind_of
+from kaisa_optim.layers import kind_of
+from kaisa_optim.layers.base import PassSettings
 from kaisa_optim.linalg import moments
 
 HALVES = torch.bfloat16, torch.float16
