@@ -721,24 +721,6 @@ def test_bases_and_roots_are_found_anew_early(options, refreshed):
     assert tuple(together) == refreshed
 
 
-def test_turns_stay_as_they_are():
-    """The same as intervals of one step where all is early, which leave the others their turns."""
-    steps = (2, 3, 9)
-    fixed = {"factor_update_steps": 4, "inv_update_steps": 6}
-    scheduled = {k: lambda step, n=n: 1 if step in steps else n for k, n in fixed.items()}
-    models, opts = [Parts() for _ in range(3)], []
-    cases = (steps, fixed), ((), scheduled), ((), fixed)
-    for model, (at, intervals) in zip(models, cases, strict=True):
-        with early(*at):
-            opts.append(KFACSGD(model, lr=0.1, kl_clip=None, **METHODS["eigen"], **intervals))
-    for i in range(14):
-        for model, opt in zip(models, opts, strict=True):
-            train(model, opt, [i])
-        assert_same(models[0], models[1])
-        weights = [model.parts[4].weight for model in models]
-        assert (i < steps[0]) == torch.equal(weights[0], weights[2])
-
-
 # ---- what is flagged, and what is raised ----
 
 

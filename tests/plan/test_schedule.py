@@ -80,6 +80,14 @@ def test_each_step_knows_the_next_that_is_not_quiet(layers, gathering, interval,
         assert {following for *_, following in each[before:step]} == {step}
 
 
+@given(models(), st.integers(1, 12), st.integers(1, 30))
+def test_early_steps_do_all_and_leave_the_others_their_turns(layers, gathering, interval):
+    names, schedules = {x.name for x in layers}, [Schedule(layers, True, x) for x in ((2, 9), ())]
+    for step in range(30):
+        early, plain = (schedule.at(step, gathering, interval)[:2] for schedule in schedules)
+        assert early == ((names, names) if step in (2, 9) else plain)
+
+
 @pytest.mark.parametrize("interval", [1, 2, 3, 10])
 def test_late_layers_have_one_more_step_of_each_interval_and_meet_every_rhythm(interval):
     """The step moves on, so that in so many intervals it has had each place."""
