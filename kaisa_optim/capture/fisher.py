@@ -28,7 +28,7 @@ class Counts(Protocol):
     loss_reduction: str
     loss_terms: str | float
 
-    def terms_of(self, passes: Iterable[ForwardPass]) -> float: ...
+    def terms(self, passes: Iterable[ForwardPass]) -> float: ...
 
 
 def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
@@ -94,7 +94,7 @@ def draw(
         # The loss is a mean over all losses. A number in loss_terms counts positions.
         scale = 1 / width
         if isinstance(counts.loss_terms, str):
-            scale = counts.terms_of({call.forward_pass for call in drawing}) / max(1, count)
+            scale = counts.terms({call.forward_pass for call in drawing}) / max(1, count)
         torch._foreach_mul_([moments.g for moments in drawing.values()], scale)
     for call, moments in drawing.items():
         if call.moments is not None:

@@ -17,7 +17,7 @@ from ..curvature.rules import Rule
 from ..errors import invalid_because
 from ..layers import SCALES, Layer
 from ..plan.assignment import Grid, Placement
-from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
+from ..plan.schedule import PATIENCE, LayerState
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .placements import task_of
 from .registry import Registry
@@ -196,12 +196,8 @@ def name_layers_without_statistics(
             )
 
 
-def name_elsewhere(
-    ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, witness: Witness
-) -> None:
+def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witness) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    if not agreed.total.elsewhere:
-        return
     new: dict[str, float] = {}
     for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):
         for name, share in shares.items():

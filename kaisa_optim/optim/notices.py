@@ -12,7 +12,7 @@ from ..comm import agreement
 from ..core import reports
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid_because
-from ..plan.step_plan import PATIENCE
+from ..plan.schedule import PATIENCE
 
 ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
 

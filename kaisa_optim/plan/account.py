@@ -19,8 +19,7 @@ from .assignment import Grid
 from .facts import FactorFacts, LayerFacts
 from .moves import Sizes, gradient_rounds, state_rounds, sum_buckets
 from .routes import Bucket, Round, all_reduced, cargo_bytes, grouped, overlaps
-from .schedule import Schedule
-from .step_plan import StepReport
+from .schedule import HEAD, Schedule
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -190,8 +189,8 @@ class Account:
     def _exchange(self, answered: Collection[str]) -> int:
         """Return the bytes of the numbers that ranks agree on before a step."""
         sections = sum(layer.sections for layer in self.layers)
-        report = StepReport.blank(len(self.layers), len(answered), sections)
-        return all_reduced(8 * len(report.numbers()), self.grid.world)
+        numbers = HEAD + len(self.layers) + 2 * len(answered) + 4 * sections
+        return all_reduced(8 * numbers, self.grid.world)
 
     def _sums(self, names: Collection[str]) -> list[int]:
         """Return the bytes of sums on their way to the factors' owners."""
