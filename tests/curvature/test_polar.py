@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.curvature import lengths
-from kaisa_optim.curvature.rules import polar
+from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
@@ -51,7 +50,7 @@ def root_of(factor: Tensor, damping: float) -> Tensor:
 
 
 def outer(root: Tensor) -> Tensor:
-    return polar._KEPT * torch.eye(len(root), dtype=root.dtype) + (1 - polar._KEPT) * root
+    return rules._KEPT * torch.eye(len(root), dtype=root.dtype) + (1 - rules._KEPT) * root
 
 
 def by_svd(matrix: Tensor) -> Tensor:
