@@ -312,12 +312,6 @@ class Preconditioner:
         names = status.note_rows(total, capture)
         if not (names or total.has_gradients or registry.with_average):
             return False  # nothing has begun yet, and no entry of the state could hold a count
-        is_new = False  # uses of a layer in a second direction
-        for layer, at in zip(registry.layers.values(), registry.sections, strict=True):
-            if not layer.tied and any(total.rows[at]) and any(total.crossed[at]):
-                layer.tied = is_new = True
-        if is_new:
-            registry.placements.find_facts(registry.layers.values())
         # Drawn gradients belong to the sum of the terms, and not to their mean.
         square = 1.0 if total.drawn else report.terms**2
         work.of_gradients = square / total.terms if total.terms else 0.0
@@ -341,9 +335,11 @@ class Preconditioner:
                     crossed[at] = of_layer.crossed.count
         gradients = with_gradient(layers)
         deferred = [layer for layer in layers if registry.states[layer.name].deferred]
-        checksum = 0
+        checksum, lacks_half_products = 0, False
         if common:
             checksum = agreement.checksum([common, self.status.weights(), self.status.graded])
+            devices = {device for device, _ in self.groups.places}
+            lacks_half_products = self.rule.lacks_half_products(devices)
         return StepReport(
             failed=capture.errors.error is not None,
             captured=capture.backwards > 0 or capture.was_paused,
@@ -352,7 +348,7 @@ class Preconditioner:
             drawn=capture.draws > 0 or any([x.drawn for x in each]),
             trained=any([x.trained for x in each]),
             elsewhere=compared,
-            lacks_half_products=bool(common) and self._lacks_half_products(),
+            lacks_half_products=lacks_half_products,
             terms=sums.terms(),
             checksum=checksum,
             squares=checksum**2,
@@ -462,9 +458,6 @@ class Preconditioner:
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
-    def _lacks_half_products(self) -> bool:
-        return self.rule.lacks_half_products({device for device, _ in self.groups.places})
-
     # ---- the model ----
 
     def rebuild(self, groups: list[ParamGroup]) -> None:
@@ -553,7 +546,11 @@ class Preconditioner:
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
         self._ask_owners()  # not before: a rank that has not loaded sends as many numbers
-        apart = self.status.compare_covers()
+        layers = [*self.registry.layers.values()]
+        covers = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
+        sums = self.ranks.sum_numbers(covers.flatten(), "agreeing on what a loaded state covers")
+        differs = ((sums != 0) & (sums != self.ranks.world)).view(-1, 2).any(1).tolist()
+        apart = [layer for layer, flag in zip(layers, differs, strict=True) if flag]
         for layer in apart:
             layer.cover(layer.covers_now())
         self._forget(apart)
@@ -561,7 +558,7 @@ class Preconditioner:
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self.unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
-        lacks = self._lacks_half_products()
+        lacks = self.rule.lacks_half_products({device for device, _ in self.groups.places})
         absent, uneven, in_part, any_lacks = self.status.compare_loaded(lacks, momenta())
         self._forget(absent)  # only some ranks have loaded their numbers
         for layer in in_part:

@@ -263,7 +263,7 @@ class Status:
         Let layers without a pass in their slot gather late: else they might never gather.
         """
         registry, states = self._registry, self._registry.states
-        names = []
+        names, is_new = [], False
         for (name, layer), at in zip(registry.layers.items(), registry.sections, strict=True):
             plain, crossed = any(total.rows[at]), any(total.crossed[at])
             if plain or crossed:
@@ -271,6 +271,10 @@ class Status:
                 state, layer.turned = states[name], not plain
                 state.has_average = True
                 state.missed = state.missed_with_gradient = 0
+            if plain and crossed and not layer.tied:  # it has sums of both directions from now on
+                layer.tied = is_new = True
+        if is_new:
+            registry.placements.find_facts(registry.layers.values())
         begun = total.captured and any([state.has_average for state in states.values()])
         for state, graded in zip(states.values(), total.gradients, strict=True):
             if graded and not state.has_average and (begun or total.unread):
@@ -316,14 +320,6 @@ class Status:
         return self._codes
 
     # ---- after a load ----
-
-    def compare_covers(self) -> list[Layer]:
-        """Return the layers whose loaded states cover other parameters on other ranks."""
-        layers = list(self._registry.layers.values())
-        mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
-        sums = self._ranks.sum_numbers(mine.flatten(), "agreeing on what a loaded state covers")
-        apart = ((sums != 0) & (sums != self._ranks.world)).view(-1, 2).any(1).tolist()
-        return list(itertools.compress(layers, apart))
 
     def compare_loaded(
         self, lacks_half_products: bool, momenta: Collection[Tensor]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..linalg.precision import full_precision
 from ..linalg.products import least
 from ..plan.schedule import StepPlan
 from ..stages import stage
-from .group import Side, common_or_each, per_block, sent
+from .group import Side, per_block, sent
 
 DecayOf = Callable[[Layer], float]
 
@@ -63,15 +64,16 @@ def update(
         if not all(itertools.chain.from_iterable(seen)):
             taken = finite & _has_rows(blocks, seen, like.device)
         # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
-        mass, decay = torch.cat(weights), common_or_each(layers, decay_of, like)
-        if isinstance(decay, Tensor):
+        mass, decays = torch.cat(weights), [*map(decay_of, layers)]
+        decay: Any = decays[0]
+        gain = mass.new_full((), 1 - decay)  # torch would multiply a number by its reciprocal
+        if len(set(decays)) > 1:
+            decay = per_block(layers, decay_of, like)
             gain = per_block(layers, lambda x: 1 - decay_of(x), like)
-        else:  # torch would multiply a number by a rounded reciprocal
-            gain = mass.new_full((), 1 - decay)
         grown = (mass * decay).add_(gain)
         step = gain / grown
         # The first value is taken also under a decay of 1, which keeps it from then on.
-        if isinstance(decay, Tensor) or decay == 1:
+        if 1 in decays:
             first = (mass == 0) & (decay == 1)
             grown, step = torch.where(first, 1, grown), torch.where(first, 1, step)
         torch._foreach_copy_(weights, list(torch.where(taken, grown, mass).split(blocks)))
