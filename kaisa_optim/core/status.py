@@ -334,18 +334,18 @@ class Status:
         registry, world = self._registry, self._ranks.world
         layers, states = list(registry.layers.values()), list(registry.states.values())
         missed = [float(state.missed) for state in states]
-        parts: list[list[float]] = [
+        columns: Any = [
             [state.has_average for state in states],
             [state.has_state for state in states],
             missed,
             [n**2 for n in missed],
             [state.failures for state in states],
             [any(p in momenta for p in layer.parameters) for layer in layers],
+            [lacks_half_products] * len(layers),
         ]
-        mine = [lacks_half_products, *itertools.chain(*parts)]
-        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        lacking, *rest = self._ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
-        columns = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
+        numbers = torch.tensor(columns, dtype=torch.float64, device="cpu").flatten()
+        totals = self._ranks.sum_numbers(numbers, "agreeing on a loaded state")
+        *columns, lacking = totals.view(len(columns), -1).tolist()
         absent: list[Layer] = []
         uneven: list[Layer] = []
         in_part: list[Layer] = []
@@ -366,7 +366,7 @@ class Status:
                 state.has_state = False
             if failures:
                 state.failures = round(failures / world)
-        return absent, uneven, in_part, lacking > 0
+        return absent, uneven, in_part, any(lacking)
 
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:

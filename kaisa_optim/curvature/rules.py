@@ -15,7 +15,8 @@ from ..layers import Layer
 from ..linalg import moments, precision, products, roots
 from ..plan.facts import Work
 from ..plan.moves import Sizes, TensorSpec
-from .group import Group, Key, Side, StackKey, by_place, per_block, stack_key
+from ..plan.routes import grouped
+from .group import Group, Key, Side, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 
 DampingOf = Callable[[Layer], float]
@@ -139,8 +140,8 @@ class TriangleRule(Rule):
     ) -> dict[Key, Tensor]:
         """Return the layers' damping for both of their factors, or split by mean eigenvalues."""
         shifts: dict[Key, Tensor] = {}
-        for same in by_place(layers):
-            like, means = stack_key(same[0], "g"), []
+        for same in grouped(layers, lambda x: group_of[x].g.key[2:]).values():
+            like, means = group_of[same[0]].g.key, []
             damping = per_block(same, damping_of, like)
             split = damping, damping
             if self.sizes.tells_means:

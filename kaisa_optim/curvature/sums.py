@@ -11,7 +11,7 @@ from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size, unpack
 from ..plan.schedule import StepPlan
-from .group import StackKey, by_place, device_of, stack_key
+from .group import by_place, device_of, stack_key
 
 
 class LayerSums:
@@ -121,7 +121,8 @@ class FactorSums:
             moments.g.div_(share)
             count = 1.0
         if self.packed:
-            moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
+            a, g = [pack(x) if x.dim() == 3 else x for x in (moments.a, moments.g)]
+            moments = moments._replace(a=a, g=g)
         if layer.crossed:
             sums.crossed = sums.crossed or LayerSums(covers, primary, is_crossed=True)
             sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
@@ -216,7 +217,9 @@ class FactorSums:
             share = None if sums is None else sums.a if side == "a" else sums.g
             if sums is None or share is None:
                 key = stack_key(layer, side)
-                shape = (layer.blocks, width(key)) if self.packed else key.shape(layer.blocks)
+                shape = key.shape(layer.blocks)
+                if self.packed and not key.diagonal:
+                    shape = (layer.blocks, packed_size(key.size))
                 shares.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
                 continue
             setattr(sums, side, None)
@@ -267,12 +270,3 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
         whole = moment if moment.dim() == 3 else unpack(moment, n)
         moment = whole.diagonal(dim1=-2, dim2=-1)
     return moment.sum(-1)
-
-
-def width(key: StackKey) -> int:
-    """Return how many numbers of one block are sent."""
-    return key.size if key.diagonal else packed_size(key.size)
-
-
-def _packed(moment: Tensor) -> Tensor:
-    return pack(moment) if moment.dim() == 3 else moment
