@@ -288,7 +288,7 @@ class Preconditioner:
             self.hyperparameters.take_intervals(self.steps)
         told = status.note_answers(total.stale)
         if told:  # a layer that begins anew leaves the plan
-            self.exchange.refresher.forget(self.groups.of, told)
+            self.exchange.refresher.drop_flags(self.groups.of, told)
             self.groups.facts = None
         if total.captured or total.unread:
             status.silent = 0
@@ -461,12 +461,29 @@ class Preconditioner:
     # ---- the model ----
 
     def rebuild(self, groups: list[ParamGroup]) -> None:
-        """Match model and parameter groups anew; layers that stay as they were keep their state."""
-        registry = self.registry
+        """Match model and parameter groups anew; layers that stay as they were keep their state.
+
+        Every rank raises if the coverage differs among the ranks.
+        """
+        registry, identity = self.registry, self._identity
         registry.match_groups(groups)
-        described = self._common(groups) | self.options.described()
-        found = self.status.cover(groups, described, self._identity, first=not self._is_built)
-        registry.rebuild(found, groups)
+        error: Exception | None = None
+        covered = coverage.Coverage()
+        try:
+            covered = registry.cover(groups, first=not self._is_built)
+        except ValueError as problem:
+            if self.ranks.world == 1 or identity is None:
+                raise
+            error = problem
+        if identity is not None and self.ranks.world > 1:
+            values = {**identity, **self._common(groups), **self.options.described()}
+            values |= reports.described(covered)
+            for i, group in enumerate(groups):
+                values[f"sizes in parameter group {i}"] = [p.numel() for p in group["params"]]
+            # A rank with meta parameters would refuse its step alone, and the others would wait.
+            values["parameters on the meta device"] = sorted(registry.on_meta)
+            agreement.compare(self.ranks, values, "models and options", error)
+        registry.rebuild(covered, groups)
         for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         former = self.capture if self._is_built else None
@@ -514,17 +531,12 @@ class Preconditioner:
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self.unsettled = [None] if self.ranks.world > 1 else []
-        if not self.unsettled:
-            self._ask_owners()
+        for state in self.registry.states.values():  # owners tell what a save had still to tell
+            state.deferred |= not self.unsettled
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self.status.graded.clear()
         self._aim()
-
-    def _ask_owners(self) -> None:
-        """Let owners tell, in the next exchange, what a save had still to tell."""
-        for state in self.registry.states.values():
-            state.deferred = True
 
     def _forget(self, layers: Collection[Layer]) -> None:
         """Reset layers, and lay out their tensors anew."""
@@ -545,7 +557,10 @@ class Preconditioner:
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
-        self._ask_owners()  # not before: a rank that has not loaded sends as many numbers
+        # Owners tell what a save had still to tell. Not in the exchange before: there, a rank that
+        # has not loaded must send as many numbers.
+        for state in self.registry.states.values():
+            state.deferred = True
         layers = [*self.registry.layers.values()]
         covers = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
         sums = self.ranks.sum_numbers(covers.flatten(), "agreeing on what a loaded state covers")

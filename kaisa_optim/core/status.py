@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..curvature.sums import FactorSums
 from ..layers import Layer
 from ..plan.schedule import HEAD, StepReport
 from ..stages import stage
-from . import coverage, reports
+from . import reports
 from .coverage import unwrapped
 from .options import Options
 from .registry import Registry
@@ -47,40 +47,6 @@ class Status:
         self._failure: tuple[Exception, str] | None = None
         self.named: set[Layer] = set()  # layers that a message named as without statistics
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
-
-    # ---- the model ----
-
-    def cover(
-        self,
-        groups: list[dict[str, Any]],
-        described: dict[str, Any],
-        identity: Mapping[str, Any] | None,
-        *,
-        first: bool,
-    ) -> coverage.Coverage:
-        """Return the coverage; every rank raises if it differs among the ranks.
-
-        Ranks compare ``described`` beside the layers. Without an ``identity`` they compare later,
-        in the first step.
-        """
-        error: Exception | None = None
-        found, alone = coverage.Coverage(), self._ranks.world == 1
-        try:
-            found = self._registry.cover(groups, first=first)
-        except ValueError as problem:
-            if alone or identity is None:
-                raise
-            error = problem
-        if identity is not None and not alone:
-            sizes = {
-                f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
-                for i, group in enumerate(groups)
-            }
-            # A rank with meta parameters would refuse its step alone, and the others would wait.
-            on_meta = {"parameters on the meta device": sorted(self._registry.on_meta)}
-            mine = {**identity, **described, **reports.described(found), **sizes, **on_meta}
-            agreement.compare(self._ranks, mine, "models and options", error)
-        return found
 
     # ---- before the step ----
 

@@ -132,8 +132,8 @@ class Refresher:
             answers += told
         return answers
 
-    def forget(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer]) -> None:
-        """Forget what was told of these layers."""
+    def drop_flags(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer]) -> None:
+        """Drop the flags of these layers, once they were told."""
         for group, layer in [(group_of[x], x) for x in layers if x in group_of]:
             for side in (group.a, group.g):
                 if layer in side.owned:
