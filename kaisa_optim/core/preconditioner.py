@@ -399,7 +399,7 @@ class Preconditioner:
             reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
         shifts = rule.shifts(group_of, layers, damping_of, reduce)
         try:
-            self.exchange.refresher.decompose(group_of, layers, again, shifts)
+            self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
         with stage("share"):

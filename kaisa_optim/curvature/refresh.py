@@ -48,8 +48,8 @@ class Refresher:
 
     def decompose(
         self,
-        group_of: Mapping[Layer, Group],
-        layers: Iterable[Layer],
+        groups: Iterable[Group],
+        layers: Collection[Layer],
         again: Collection[Layer],
         shifts: dict[Key, Tensor],
     ) -> None:
@@ -59,10 +59,9 @@ class Refresher:
         factor's diagonal, if the rule damps factors.
         """
         due: dict[tuple[StackKey, bool], list[_Factor]] = {}
-        for layer in layers:
-            group = group_of[layer]
-            for side in (group.a, group.g):
-                if layer in side.owned:
+        for group, side in [(x, side) for x in groups for side in (x.a, x.g)]:
+            for layer in side.owned:
+                if layer in layers:
                     same = due.setdefault((side.key, layer in again), [])
                     same.append((group, side, layer))
         with full_precision(), stage("decompose"):
@@ -71,8 +70,8 @@ class Refresher:
                 single = key.size if key.diagonal else key.size**2
                 for batch in chunks(same, lambda x: x[2].blocks, at_once / single):
                     self._renew(batch, shifts, again=is_again)
-        for same in due.values():
-            self.notes.update({side: noted(side.averages["stale"]) for _, side, _ in same})
+        for side in {side: None for same in due.values() for _, side, _ in same}:
+            self.notes[side] = noted(side.averages["stale"])
 
     def _renew(self, batch: list[_Factor], shifts: dict[Key, Tensor], *, again: bool) -> None:
         """Decompose factors of one size; where that fails, their older state stays."""

@@ -98,7 +98,7 @@ class Applied:
         names = [layer.name for layer in self.layers]
         shifts = rule.shifts(self.group_of, self.layers, damping_of, None)
         refresher = Refresher(rule)
-        refresher.decompose(self.group_of, self.layers, (), shifts)
+        refresher.decompose([self.group], self.layers, (), shifts)
         rule.renew(self.group_of, self.layers, damping_of)
         answers = refresher.answers(self.group_of, self.layers)
         both = zip(names, answers[::2], answers[1::2], strict=True)
