@@ -55,11 +55,6 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
     raise invalid_because("state_dict", why)
 
 
-def _home(layer: Layer) -> Tensor:
-    """Return the parameter whose entry holds a layer's tensors."""
-    return layer.parameters[0]
-
-
 def _named(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[str, Tensor]]:
     group = kfac.groups.of.get(layer)  # a frozen layer has none
     for name, view in () if group is None else group.views(layer):
@@ -97,7 +92,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
         state[p][STEP] = kfac.step_count
     homes, convention = set(begun), _convention(kfac)
     for layer in kfac.registry.active:
-        home = _home(layer)
+        home = layer.parameters[0]  # its entry holds the layer's tensors
         if home in homes:
             entry, flags = state[home], kfac.registry.states[layer.name]
             averages = flags.has_average + 2 * flags.missed
@@ -165,8 +160,8 @@ def consolidate(
 
 def _kept(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
     """Yield a layer's tensors on all ranks, with the rank that sends each."""
-    here, home, device = dict(_named(kfac, layer)), _home(layer), stack_key(layer, "g").device
-    placements = kfac.registry.placements
+    here, home = dict(_named(kfac, layer)), layer.parameters[0]
+    device, placements = stack_key(layer, "g").device, kfac.registry.placements
     for prefix, side, specs in _specs(kfac, layer):
         source = placements.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
@@ -295,7 +290,7 @@ def _misfits(kfac: Preconditioner, layer: Layer, entries: Entries) -> list[str]:
         return wrong
     before = layer.covers
     layer.cover(_covers_after(layer, entries))
-    entry = entries.get(_home(layer), {}) if any(layer.covers) else {}
+    entry = entries.get(layer.parameters[0], {}) if any(layer.covers) else {}
     if entry and _fits(kfac, layer, entry):
         for spec, item in _kept(kfac, layer):
             _, name = item.key
@@ -363,7 +358,7 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
         state = kfac.registry.states[layer.name]
         state.failures = state.refreshes = 0
         state.refreshed = state.before = -1
-        entry = entries.get(_home(layer), {})
+        entry = entries.get(layer.parameters[0], {})
         if not _restore_layer(kfac, layer, entry):
             anew.append(layer.name)
     kfac.resume(max(steps, default=0))

@@ -185,13 +185,11 @@ class FactorSums:
         """
         for same in by_place(layers):
             uses = ("a", False), ("g", False), ("g", True), ("a", True)
-            terms = [self.take([(layer, *use) for use in uses], plan) for layer in same]
-            traces = [
-                torch.stack(
-                    [_traces(x, layer, side) for x, (side, _) in zip(four, uses, strict=True)]
-                )
-                for layer, four in zip(same, terms, strict=True)
-            ]
+            terms, traces = [], []
+            for layer in same:
+                terms.append(self.take([(layer, *use) for use in uses], plan))
+                each = zip(terms[-1], "agga", strict=True)
+                traces.append(torch.stack([_traces(x, layer, side) for x, side in each]))
             totals = sum_over_ranks(torch.cat(traces, 1)).split([layer.blocks for layer in same], 1)
             for layer, four, total in zip(same, terms, totals, strict=True):
                 for x, share in zip(four, _shares(total), strict=True):
