@@ -244,7 +244,7 @@ def draw_step(plt: Any) -> None:
     boxes = [
         ("gather", "capture/hooks.py\nlayers/", "passes"),
         ("report, agree", "core/status.py\ncomm/agreement.py", "step()"),
-        ("plan", "plan/step_plan.py\nplan/routes.py", "step()"),
+        ("plan", "plan/schedule.py\nplan/routes.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
         ("directions", "core/exchange.py\ncurvature/rules.py", "step()"),
         ("lengths, base", "curvature/lengths.py\noptim/bases.py", "step()"),

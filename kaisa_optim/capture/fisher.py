@@ -82,7 +82,7 @@ def draw(
         # The loss is a mean over all losses. A number in loss_terms counts positions.
         scale = 1 / width
         if isinstance(sums.loss_terms, str):
-            scale = sums.terms_of({call.forward_pass for call in drawing}) / max(1, count)
+            scale = sums.terms({call.forward_pass for call in drawing}) / max(1, count)
         torch._foreach_mul_([moments.g for moments in drawing.values()], scale)
     for call, moments in drawing.items():
         if call.moments is not None:

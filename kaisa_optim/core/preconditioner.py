@@ -24,9 +24,8 @@ from ..curvature.rules import Rule
 from ..curvature.sums import FactorSums
 from ..layers import Layer, sample_of
 from ..linalg.products import full_precision
-from ..plan.schedule import Schedule
-from ..plan.step_plan import AgreedStep, StepPlan, StepReport, plan_step
-from ..stages import PREFIX, staged
+from ..plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
+from ..stages import PREFIX, stage, staged
 from . import coverage, reports
 from .exchange import Exchange
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
@@ -157,7 +156,9 @@ class Preconditioner(Answers):
         if known is None or len(known) != len(values) or not all(map(operator.is_, known, values)):
             self.hyperparameters.read(groups, self.steps)
         own = self.__dict__  # past __setattr__, which checks what users set
-        own["work"], registry, (due, refreshed, until) = _NO_WORK, self.registry, self.slot
+        registry, (due, refreshed, until) = self.registry, self.slot
+        works = due is not None or bool(refreshed)
+        own["work"] = StepPlan(self.steps) if works else _NO_WORK
         facts = base.facts(self.groups.plan)
         if due is not None or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
@@ -172,7 +173,7 @@ class Preconditioner(Answers):
             self.allocate()
         if self.rule.reads_damping:
             self.damping_of = registry.values("damping", groups)
-        if (due is not None or refreshed) and not self._renew(groups):
+        if works and not self._renew(groups):
             # The step does not count. The base must not begin moments that K-FAC keeps.
             self.capture.reset()
             self.groups.compile(groups, base, all_layers=True)
@@ -199,7 +200,7 @@ class Preconditioner(Answers):
         if self.work.exchanges:
             self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif refreshed or self.steps >= until:
+        elif works or self.steps >= until:
             self._choose()
         return self.work.exchanges
 
@@ -261,66 +262,90 @@ class Preconditioner(Answers):
 
     # ---- the plan ----
 
-    def _agree(self, groups: list[ParamGroup]) -> AgreedStep | None:
-        """Agree with the other ranks on this step's facts; ``None`` for a step without any."""
-        capture, common = self.capture, self._common(groups)
+    def _agree(self, groups: list[ParamGroup]) -> bool:
+        """Agree on the work of this step with all ranks; return False if it does not count."""
+        capture, registry, status, work = self.capture, self.registry, self.status, self.work
+        common = self._common(groups) if self.ranks.world > 1 else {}  # else nobody compares
         report = self._report(common)
-        agreed = self.status.exchange(capture, report, self.steps)
-        if self.ranks.world > 1:  # anew in each exchange: the model may have been moved
-            self.rule.half_products = agreed.total.lacks_half_products == 0
-        self.status.check(agreed, common, capture, self.sums)
-        self.hyperparameters.take_intervals(self.steps)
-        told = [self.registry.layers[name] for name in self.status.note_answers(agreed)]
-        self.exchange.refresher.forget_answers(self.groups.of, told)
+        total = status.exchange(capture, report, self.steps)
+        status.check(total, common, capture, self.sums)
+        if common:  # anew in each exchange: the model may have been moved
+            halves = total.lacks_half_products == 0
+            if halves != self.rule.half_products:
+                self.rule.half_products, self.groups.facts = halves, None
+            self.hyperparameters.take_intervals(self.steps)
+        told = status.note_answers(total.stale)
         if told:  # a layer that begins anew leaves the plan
+            self.exchange.refresher.drop_flags(self.groups.of, told)
             self.groups.facts = None
-        interval = self.hyperparameters.in_force["factor_update_steps"]
-        slots = self.schedule.gathering_slots(interval)
-        if self.status.is_silent(agreed, len(slots)):
-            if all(float(rate_of(group)) == 0 for group in groups):
-                return None  # torch.distributed.checkpoint steps once, for the base's state
-            raise RuntimeError(
-                f"step {self.steps} is due for statistics, but no covered layer saw a backward "
-                "pass. Call .backward() through this very model once a step, after building the "
-                "optimizer. If a model of this class was compiled and called before, torch reuses "
-                "its code without hooks: build the optimizer first, or call "
-                "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to leave "
-                "a forward pass out on purpose, use optimizer.preconditioner.paused()"
-            )
-        if not (agreed.total.has_gradients or agreed.rows or self.registry.with_average):
-            return None  # nothing has begun yet, and no entry of the state could hold a count
-        self.status.note_missed(agreed, capture)
-        # Note the layers that have averages now, and the directions of their weights' uses.
-        registry = self.registry
-        for name in agreed.rows:
-            registry.states[name].has_average = True
-            registry.layers[name].turned = name in agreed.turned
-        new = [x for x in map(registry.layers.__getitem__, agreed.crossed) if not x.tied]
-        for layer in new:
-            layer.tied = True
-        if new:
-            registry.placements.find_facts(registry.layers.values())
-        return agreed
+        if total.captured or total.unread:
+            status.silent = 0
+        elif total.has_gradients:
+            # Once layers have statistics, it is fine if a step passes by the layers that are due.
+            status.silent += 1
+            interval = self.hyperparameters.in_force["factor_update_steps"]
+            most = max(4, 2 * len(self.schedule.gathering_slots(interval)))  # all were due
+            if not registry.with_average or status.silent >= most:
+                if all(float(rate_of(group)) == 0 for group in groups):
+                    # torch.distributed.checkpoint steps once, for the base's state
+                    return False
+                raise RuntimeError(
+                    f"step {self.steps} is due for statistics, but no covered layer saw a backward "
+                    "pass. Call .backward() through this very model once a step, after building "
+                    "the optimizer. If a model of this class was compiled and called before, torch "
+                    "reuses its code without hooks: build the optimizer first, or call "
+                    "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to "
+                    "leave a forward pass out on purpose, use optimizer.preconditioner.paused()"
+                )
+        names = status.note_rows(total, capture)
+        if not (names or total.has_gradients or registry.with_average):
+            return False  # nothing has begun yet, and no entry of the state could hold a count
+        # Drawn gradients belong to the sum of the terms, and not to their mean.
+        square = 1.0 if total.drawn else report.terms**2
+        work.of_gradients = square / total.terms if total.terms else 0.0
+        work.seen = [a + b > 0 for a, b in zip(total.rows, total.crossed, strict=True)]
+        work.exchanges, work.average = True, names
+        work.total, work.sections = total, registry.sections
+        return True
 
     def _report(self, common: dict[str, Any]) -> StepReport:
         """Return the report of this rank's captures since the last step."""
-        capture, sums, sections = self.capture, self.sums, self.registry.sections
-        graded, all_sums = with_gradient(sections), sums.of_layer.values()
+        capture, registry, sums = self.capture, self.registry, self.sums
+        compared = capture.compared()  # it may find an error
+        layers, each = [*registry.layers.values()], [*sums.of_layer.values()]
+        rows = [0.0] * (registry.sections[-1].stop if layers else 0)
+        crossed = rows.copy()
+        for layer, at in zip(layers, registry.sections, strict=True):
+            of_layer = sums.of_layer.get(layer)
+            if of_layer is not None:
+                rows[at] = of_layer.count
+                if of_layer.crossed is not None:
+                    crossed[at] = of_layer.crossed.count
+        gradients = with_gradient(layers)
+        deferred = [layer for layer in layers if registry.states[layer.name].deferred]
+        checksum, lacks_half_products = 0, False
+        if common:
+            checksum = agreement.checksum([common, self.status.weights(), self.status.graded])
+            devices = {device for device, _ in self.groups.places}
+            lacks_half_products = self.rule.lacks_half_products(devices)
         return StepReport(
-            elsewhere=capture.compared(),
             failed=capture.errors.error is not None,
             captured=capture.backwards > 0 or capture.was_paused,
             unread=capture.ran and not capture.tapped and not capture.was_paused,
-            has_gradients=any(graded),
-            drawn=capture.draws > 0 or any([x.drawn for x in all_sums]),
-            trained=any([x.trained for x in all_sums]),
-            checksum=agreement.checksum([common, self.status.weights(), self.status.graded]),
+            has_gradients=any(gradients),
+            drawn=capture.draws > 0 or any([x.drawn for x in each]),
+            trained=any([x.trained for x in each]),
+            elsewhere=compared,
+            lacks_half_products=lacks_half_products,
             terms=sums.terms(),
-            lacks_half_products=self._lacks_half_products(),
-            gradients=graded,
-            stale=self.exchange.refresher.answers(self.groups.of, self.registry.deferred),
-            rows=sums.rows(sections),
-            crossed=sums.rows(sections, crossed=True),
+            checksum=checksum,
+            squares=checksum**2,
+            gradients=gradients,
+            stale=self.exchange.refresher.answers(self.groups.of, deferred),
+            rows=rows,
+            crossed=crossed,
+            givers=[number > 0 for number in rows],
+            crossed_givers=[number > 0 for number in crossed],
         )
 
     def _renew(self, groups: list[ParamGroup]) -> bool:
@@ -331,20 +356,22 @@ class Preconditioner(Answers):
         decomposed after its first sums, the other ranks would wait for its terms of the next sums.
         """
         (due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
-        agreed = AgreedStep() if due is None else self._agree(groups)
-        if agreed is None:
+        if due is not None and not self._agree(groups):
             return False
-        self.work = work = plan_step(self.steps, agreed, states, refreshed)
+        work = self.work
+        with_average = [(name, state) for name, state in states.items() if state.has_average]
+        work.refresh = [name for name, x in with_average if name in refreshed or not x.has_state]
         self.damping_of = registry.values("damping", groups)
-        decay_of, scale_free = registry.values("factor_decay", groups), self.rule.scale_free
-        average = [registry.layers[name] for name in work.average]
-        sums = self.exchange.sums(self.sums, average, agreed) if average else ()
-        for arrived in staged("reduce", sums):
-            averages.update(self.groups.all, arrived, agreed, decay_of, scale_free=scale_free)
+        if work.average:
+            decay_of = registry.values("factor_decay", groups)
+            layers = [registry.layers[name] for name in work.average]
+            sums = self.exchange.sums(self.sums, layers, work)
+            for factors in staged("reduce", sums):
+                averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
         self.sums.clear()
         if work.refresh:
             self._refresh(work)
-        if work.exchanges:
+        if work.exchanges and len(with_average) < len(states):
             layers = [x for group in self.groups.all if group.applied for x in group.layers]
             reports.name_layers_without_statistics(layers, states, self.status.named)
         return True
@@ -352,15 +379,24 @@ class Preconditioner(Answers):
     def _refresh(self, work: StepPlan) -> None:
         """Let owners decompose due factors, and gradient workers receive the new state."""
         layers = [self.registry.layers[name] for name in work.refresh]
-        shifts = self.exchange.damping_shifts(layers, self.damping_of)
+        states = [self.registry.states[name] for name in work.refresh]
+        again = {layer for layer, state in zip(layers, states, strict=True) if state.failures}
+        rule, group_of, damping_of = self.rule, self.groups.of, self.damping_of
+        reduce = None  # each owner has both means
+        if self.registry.placements.splits_owners:
+            reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
+        shifts = rule.shifts(group_of, layers, damping_of, reduce)
         try:
-            self.exchange.refresher.decompose(self.groups.all, work.refresh, work.again, shifts)
+            self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
-        self.exchange.share_state(layers, self.damping_of)
-        if not all(self.registry.states[name].has_state for name in work.refresh):
+        with stage("share"):
+            if self.ranks.grid.workers > 1:
+                self.exchange.share_state(layers)
+            rule.renew(group_of, layers, damping_of)
+        if not all([state.has_state for state in states]):
             self.groups.facts = None
-        for state in [self.registry.states[name] for name in work.refresh]:
+        for state in states:
             state.has_state = state.deferred = True
             state.refreshes += 1
             state.before, state.refreshed = state.refreshed, work.number
@@ -370,11 +406,19 @@ class Preconditioner(Answers):
 
         An exchange, a load or a reset changes them, and all ranks must note the same ones.
         """
-        registry = self.registry
-        states = [(x, registry.states[x.name]) for x in registry.layers.values()]
-        registry.late = [x for x, state in states if x.parameters and state.is_late]
-        unseen = [x for x, state in states if state.unseen and state.waits]
-        self.capture.look_around(coverage.unwrapped(registry.model), unseen)
+        registry, unseen = self.registry, []
+        registry.missing, registry.late = [], []
+        for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):
+            # A first average is expected of any pass, for a while, and not of a slot alone.
+            is_missing = not state.has_average and state.unseen < PATIENCE
+            if is_missing:
+                registry.missing.append(layer)
+                unseen += [layer] if state.unseen else []
+            # The slot met no pass.
+            if layer.parameters and (is_missing or 0 < state.missed < GIVEN_UP):
+                registry.late.append(layer)
+        if unseen:
+            self.capture.look_around(coverage.unwrapped(registry.model), unseen)
         self._choose()
 
     def _choose(self) -> None:
@@ -391,32 +435,43 @@ class Preconditioner(Answers):
         # A layer gathers once in an interval, and early: each time it takes the next rows.
         rounds = self.schedule.rounds_begun(number, gathering)
         wanted = [*map(layers.__getitem__, due), *self.registry.late]
-        missing = [layers[name] for name, x in self.registry.states.items() if x.waits]
-        self.capture.arm(wanted, missing, sample_of(fraction, rounds))
+        self.capture.arm(wanted, self.registry.missing, sample_of(fraction, rounds))
 
     # ---- values that must be alike on all ranks ----
 
     def _common(self, groups: list[ParamGroup]) -> dict[str, Any]:
-        if self.ranks.world == 1:
-            return {}  # nobody to compare them with
         values, parameters = reports.of_groups(groups), self.hyperparameters
         values |= {"steps": self.steps} | {name: getattr(parameters, name) for name in SHARED}
         values |= parameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
-    def _lacks_half_products(self) -> bool:
-        return self.rule.lacks_half_products({device for device, _ in self.groups.places})
-
     # ---- the model ----
 
     def rebuild(self, groups: list[ParamGroup]) -> None:
-        """Match model and parameter groups anew; layers that stay as they were keep their state."""
-        registry = self.registry
+        """Match model and parameter groups anew; layers that stay as they were keep their state.
+
+        Every rank raises if the coverage differs among the ranks.
+        """
+        registry, identity = self.registry, self._identity
         registry.match_groups(groups)
-        described = self._common(groups) | self.options.described()
-        found = self.status.cover(groups, described, self._identity, first=not self._is_built)
-        registry.rebuild(found, groups)
+        error: Exception | None = None
+        covered = coverage.Coverage()
+        try:
+            covered = registry.cover(groups, first=not self._is_built)
+        except ValueError as problem:
+            if self.ranks.world == 1 or identity is None:
+                raise
+            error = problem
+        if identity is not None and self.ranks.world > 1:
+            values = {**identity, **self._common(groups), **self.options.described()}
+            values |= reports.described(covered)
+            for i, group in enumerate(groups):
+                values[f"sizes in parameter group {i}"] = [p.numel() for p in group["params"]]
+            # A rank with meta parameters would refuse its step alone, and the others would wait.
+            values["parameters on the meta device"] = sorted(registry.on_meta)
+            agreement.compare(self.ranks, values, "models and options", error)
+        registry.rebuild(covered, groups)
         for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         former = self.capture if self._is_built else None
@@ -444,7 +499,7 @@ class Preconditioner(Answers):
         options, registry = self.options, self.registry
         registry.placements.find_facts(registry.layers.values())
         self.groups.allocate()
-        self.exchange.refresher.forget_answers(self.groups.of)  # those on their way are of others
+        self.exchange.refresher.notes.clear()  # those on their way are of other tensors
         self.groups.facts = None
         facts = [*registry.placements.facts.values()]
         self.schedule = Schedule(facts, options.staggered, options.early)
@@ -464,17 +519,12 @@ class Preconditioner(Answers):
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
         self.unsettled = [None] if self.ranks.world > 1 else []
-        if not self.unsettled:
-            self._ask_owners()
+        for state in self.registry.states.values():  # owners tell what a save had still to tell
+            state.deferred |= not self.unsettled
         self.hyperparameters.take_intervals(self.steps)
         self.status.proven = self.ranks.world == 1
         self.status.graded.clear()
         self._aim()
-
-    def _ask_owners(self) -> None:
-        """Let owners tell, in the next exchange, what a save had still to tell."""
-        for state in self.registry.states.values():
-            state.deferred = True
 
     def _forget(self, layers: Collection[Layer]) -> None:
         """Reset layers, and lay out their tensors anew."""
@@ -495,8 +545,15 @@ class Preconditioner(Answers):
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         self.status.exchange(self.capture, report, self.steps, loads=True)
-        self._ask_owners()  # not before: a rank that has not loaded sends as many numbers
-        apart = self.status.compare_covers()
+        # Owners tell what a save had still to tell. Not in the exchange before: there, a rank that
+        # has not loaded must send as many numbers.
+        for state in self.registry.states.values():
+            state.deferred = True
+        layers = [*self.registry.layers.values()]
+        covers = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
+        sums = self.ranks.sum_numbers(covers.flatten(), "agreeing on what a loaded state covers")
+        differs = ((sums != 0) & (sums != self.ranks.world)).view(-1, 2).any(1).tolist()
+        apart = [layer for layer, flag in zip(layers, differs, strict=True) if flag]
         for layer in apart:
             layer.cover(layer.covers_now())
         self._forget(apart)
@@ -504,7 +561,7 @@ class Preconditioner(Answers):
         agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self.unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
-        lacks = self._lacks_half_products()
+        lacks = self.rule.lacks_half_products({device for device, _ in self.groups.places})
         absent, uneven, in_part, any_lacks = self.status.compare_loaded(lacks, momenta())
         self._forget(absent)  # only some ranks have loaded their numbers
         for layer in in_part:

@@ -17,7 +17,7 @@ from ..layers import Layer
 from ..plan import assignment
 from ..plan.assignment import Placement, Task
 from ..plan.facts import LayerFacts, ShardPlaces
-from ..plan.step_plan import LayerState
+from ..plan.schedule import LayerState
 from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
@@ -121,7 +121,9 @@ class Registry:
         self.placements = Placements(options, ranks, sharded=sharded)
         self.layers: dict[str, Layer] = {}
         self.states: dict[str, LayerState] = {}
+        self.sections: list[slice] = []  # by layer: places of its sections among those of all
         self.late: list[Layer] = []  # active layers that gather in each step that gathers
+        self.missing: list[Layer] = []  # layers whose first average any pass may bring
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
@@ -159,11 +161,6 @@ class Registry:
     @property
     def with_state(self) -> list[Layer]:
         return [layer for layer in self.active if self.states[layer.name].has_state]
-
-    @property
-    def deferred(self) -> list[Layer]:
-        """The layers whose owners tell in the next exchange whether a refresh succeeded."""
-        return [layer for layer in self.layers.values() if self.states[layer.name].deferred]
 
     def values(
         self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
@@ -234,10 +231,12 @@ class Registry:
                 del self.states[name], self.placements.of[name]
         self.layers, self.uncovered, self.skipped = found.layers, found.uncovered, found.skipped
         self.states = {name: self.states.get(name, LayerState()) for name in self.layers}
+        self.sections, start = [], 0
         for number, layer in enumerate(self.layers.values()):
-            layer.number = number
+            layer.number, end = number, start + layer.sections
+            self.sections.append(slice(start, end))
+            start = end
         self.placements.place(self.layers)
-        self.sections = {layer: layer.sections for layer in self.layers.values()}
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
         """Return layers that were frozen or unfrozen since; they start anew.

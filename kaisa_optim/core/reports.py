@@ -23,8 +23,7 @@ from ..errors import invalid_because, is_real
 from ..layers import SCALES, Layer
 from ..plan.account import Account
 from ..plan.assignment import Grid, Placement
-from ..plan.schedule import Schedule
-from ..plan.step_plan import PATIENCE, AgreedStep, LayerState
+from ..plan.schedule import PATIENCE, LayerState, Schedule
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .options import OPTIONS, Hyperparameters, Options
 from .plan import Groups
@@ -365,12 +364,8 @@ def name_layers_without_statistics(
             )
 
 
-def name_elsewhere(
-    ranks: Ranks, states: Mapping[str, LayerState], agreed: AgreedStep, witness: Witness
-) -> None:
+def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witness) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    if not agreed.total.elsewhere:
-        return
     new: dict[str, float] = {}
     for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):
         for name, share in shares.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,18 +14,13 @@ from ..capture import fisher
 from ..capture.hooks import Capture
 from ..comm import agreement, sharding
 from ..comm.ranks import Ranks
-from ..curvature.notes import Notes
+from ..curvature import refresh
+from ..curvature.refresh import EMPTY, FAILED, REJECTED
 from ..curvature.sums import FactorSums
 from ..layers import Layer
-from ..plan.step_plan import (
-    EMPTY,
-    FAILED,
-    REJECTED,
-    AgreedStep,
-    StepReport,
-)
+from ..plan.schedule import HEAD, StepReport
 from ..stages import stage
-from . import coverage, reports
+from . import reports
 from .coverage import unwrapped
 from .options import Options
 from .registry import Registry
@@ -41,51 +36,17 @@ class Status:
         self._ranks = ranks
         self._registry = registry
         self._verify_every, self._max_failures = options.verify_every, options.max_failures
-        self._notes = Notes()  # checksums of weights, on their way to the host
-        self._noted: tuple[list[str], Tensor] | None = None
+        # Checksums of weights, on their way to the host.
+        self._noted: tuple[list[str], refresh.Note] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
         self._idle = 0  # steps before any gradient; -1 once there was one
-        self._silent = 0  # gathering steps since a layer saw a backward pass
+        self.silent = 0  # gathering steps since a layer saw a backward pass
         # Since the last exchange: the layers with a gradient, and the step from which they had one.
         self.graded: list[tuple[int, list[str]]] = []
         # The first error since the last exchange, and what it came from.
         self._failure: tuple[Exception, str] | None = None
         self.named: set[Layer] = set()  # layers that a message named as without statistics
         self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
-
-    # ---- the model ----
-
-    def cover(
-        self,
-        groups: list[dict[str, Any]],
-        described: dict[str, Any],
-        identity: Mapping[str, Any] | None,
-        *,
-        first: bool,
-    ) -> coverage.Coverage:
-        """Return the coverage; every rank raises if it differs among the ranks.
-
-        Ranks compare ``described`` beside the layers. Without an ``identity`` they compare later,
-        in the first step.
-        """
-        error: Exception | None = None
-        found, alone = coverage.Coverage(), self._ranks.world == 1
-        try:
-            found = self._registry.cover(groups, first=first)
-        except ValueError as problem:
-            if alone or identity is None:
-                raise
-            error = problem
-        if identity is not None and not alone:
-            sizes = {
-                f"sizes in parameter group {i}": [p.numel() for p in group["params"]]
-                for i, group in enumerate(groups)
-            }
-            # A rank with meta parameters would refuse its step alone, and the others would wait.
-            on_meta = {"parameters on the meta device": sorted(self._registry.on_meta)}
-            mine = {**identity, **described, **reports.described(found), **sizes, **on_meta}
-            agreement.compare(self._ranks, mine, "models and options", error)
-        return found
 
     # ---- before the step ----
 
@@ -102,20 +63,26 @@ class Status:
 
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
-    ) -> AgreedStep:
-        """Return the reports of all ranks together.
+    ) -> StepReport:
+        """Return the sum of all ranks' reports, in one all-reduce.
 
         With ``loads`` this rank has loaded a state, and all ranks raise unless all have.
         """
         if loads or self._failure is not None:
             report = report._replace(failed=True)
-        numbers = torch.tensor(report.numbers(), dtype=torch.float64, device="cpu")
+        parts: Any = report[HEAD:]
+        numbers = [*report[:HEAD], *itertools.chain.from_iterable(parts)]
         with stage("agree"):
-            totals = self._ranks.sum_numbers(numbers, f"agreeing on step {number}").tolist()
-        sections = {layer.name: count for layer, count in self._registry.sections.items()}
-        answered = tuple(x.name for x in self._registry.deferred)
-        agreed = AgreedStep.of(report, totals, sections, answered)
-        if agreed.total.failed and not (loads and agreed.total.failed == self._ranks.world):
+            totals = self._ranks.sum_numbers(
+                torch.tensor(numbers, dtype=torch.float64, device="cpu"),
+                f"agreeing on step {number}",
+            ).tolist()
+        start, lists = HEAD, []
+        for part in parts:
+            lists.append(totals[start : start + len(part)])
+            start += len(part)
+        total = StepReport(*totals[:HEAD], *lists)
+        if total.failed and not (loads and total.failed == self._ranks.world):
             error: Exception | None
             if loads:
                 remedy = (
@@ -127,30 +94,29 @@ class Status:
                 if error is None and self._failure is not None:
                     (error, doing), self._failure = self._failure, None
             agreement.raise_together(self._ranks, error, doing)
-        return agreed
+        return total
 
     def check(
-        self,
-        agreed: AgreedStep,
-        common: dict[str, Any],
-        capture: Capture,
-        sums: FactorSums,
+        self, total: StepReport, common: dict[str, Any], capture: Capture, sums: FactorSums
     ) -> None:
-        """Raise if values differ among the ranks, or if a gradient is missing on some."""
+        """Raise if values differ among the ranks, or if a gradient is missing on some.
+
+        ``common`` are the values that must be alike; one process has none.
+        """
         codes, self._codes = self._codes, {}
         graded, self.graded = self.graded, []
-        if not agreement.alike(self._ranks.world, agreed.total.checksum, agreed.squares):
+        if common and not agreement.alike(self._ranks.world, total.checksum, total.squares):
             self._raise_missing(graded, common["steps"])
             agreement.raise_unlike(
                 self._ranks, codes, "average gradients over all ranks before every step()"
             )
             agreement.raise_difference(self._ranks, common, "hyperparameters")
-        if agreed.total.drawn and agreed.total.trained:
+        if total.drawn and total.trained:
             draws, capture.draws = capture.draws, 0
-            own = [layer.name for layer, x in sums.of_layer.items() if x.trained]
-            fisher.raise_half(self._ranks, draws, own)
+            trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
+            fisher.raise_half(self._ranks, draws, trained)
         # Count steps before any gradient; users may take one to make the state.
-        self._idle = -1 if agreed.total.has_gradients or self._idle < 0 else self._idle + 1
+        self._idle = -1 if total.has_gradients or self._idle < 0 else self._idle + 1
         if self._idle == _IDLE:
             agreement.warn(
                 self._ranks,
@@ -158,20 +124,33 @@ class Status:
                 "a gradient: nothing is trained; is the optimizer built on the model that runs, "
                 "and not on a copy of it?",
             )
-        reports.name_elsewhere(self._ranks, self._registry.states, agreed, capture.witness)
+        if total.elsewhere:
+            reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
         if not self.proven:
-            self._compare_weights()
+            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
+            whole = self._whole_weights()
+            agreement.compare_tensors(
+                self._ranks,
+                {f"parameter {name!r}": p for name, p in whole.items()},
+                "give all ranks the same weights, by DistributedDataParallel or by one seed",
+            )
+            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
+            agreement.compare_tensors(
+                self._ranks,
+                {f"the gradient of {name!r}": x for name, x in gradients.items()},
+                "average gradients over all ranks before step(), or use DistributedDataParallel",
+            )
+            self.proven = True
 
     def note_gradients(self, number: int) -> None:
         """Note the layers with a gradient in this step, which ranks compare in the next exchange.
 
         Steps that gather nothing must not ask: without the notes, weights would part unseen.
         """
-        if self._ranks.world > 1:
-            layers = self._registry.layers
-            graded = [*itertools.compress(layers, with_gradient(layers.values()))]
-            if not self.graded or self.graded[-1][1] != graded:
-                self.graded.append((number, graded))
+        layers = self._registry.layers
+        graded = [*itertools.compress(layers, with_gradient(layers.values()))]
+        if not self.graded or self.graded[-1][1] != graded:
+            self.graded.append((number, graded))
 
     def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
         """Raise an error that names the first layer whose gradient was missing on some ranks."""
@@ -196,93 +175,93 @@ class Status:
                     "find_unused_parameters=True"
                 )
 
-    def note_answers(self, agreed: AgreedStep) -> list[str]:
+    def note_answers(self, flags: Iterable[float]) -> list[Layer]:
         """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
 
-        Return the layers of which something was told.
+        ``flags`` are those of A and of G, of the layers that are asked. Return the layers of which
+        something was told.
         """
-        flags, states = iter(agreed.total.stale), self._registry.states
-        told: dict[str, int] = {}
-        for name in agreed.answered:
-            state, flag = states[name], int(next(flags)) | int(next(flags))  # of A and of G
-            state.deferred = False
+        answers, states, most = iter(flags), self._registry.states, self._max_failures
+        told: dict[Layer, int] = {}
+        for layer in self._registry.layers.values():
+            state = states[layer.name]
+            if not state.deferred:
+                continue
+            state.deferred, flag = False, int(next(answers)) | int(next(answers))
             if flag:
-                told[name] = flag
+                told[layer] = flag
             elif state.refreshes:  # since the load, if there was one
                 state.failures = 0
-        rejected = [name for name, flag in told.items() if flag & REJECTED]
+        rejected = [layer.name for layer, flag in told.items() if flag & REJECTED]
         for name in rejected:
             states[name].rejected += 1
         if rejected:
             names = ", ".join(map(repr, rejected))
             text = f"statistics that were not finite have been left out for {names}"
             agreement.warn(self._ranks, text)
-        for name, flag in told.items():
+        for layer, flag in told.items():
+            state = states[layer.name]
             if flag & EMPTY:  # it begins as in the first step
-                states[name].reset()
-            if flag & FAILED:
-                self._count_failure(name)
+                state.reset()
+            if not flag & FAILED:
+                continue
+            state.failures += 1
+            state.failed += 1
+            state.refreshes -= state.refreshes > 0
+            state.refreshed = state.before
+            text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
+            if most is not None and state.failures > most:
+                raise RuntimeError(
+                    f"{text} (max_failures={most}): its statistics are not finite or too "
+                    "ill-conditioned; look for a loss that is not finite and for diverging "
+                    "activations, raise damping or skip the layer with skip_layers"
+                )
+            agreement.warn(
+                self._ranks,
+                f"{text}; the state before it, at first the identity, stays in use. See whether "
+                "the loss is finite",
+            )
         return list(told)
 
-    def _count_failure(self, name: str) -> None:
-        state, most = self._registry.states[name], self._max_failures
-        state.failures += 1
-        state.failed += 1
-        state.refreshes -= state.refreshes > 0
-        state.refreshed = state.before
-        text = f"the refresh of layer {name!r} failed, {state.failures} in a row"
-        if most is not None and state.failures > most:
-            raise RuntimeError(
-                f"{text} (max_failures={most}): its statistics are not finite or too "
-                "ill-conditioned; look for a loss that is not finite and for diverging "
-                "activations, raise damping or skip the layer with skip_layers"
-            )
-        agreement.warn(
-            self._ranks,
-            f"{text}; the state before it, at first the identity, stays in use. See whether the "
-            "loss is finite",
-        )
+    def note_rows(self, total: StepReport, capture: Capture) -> list[str]:
+        """Note the layers that have averages from now on; return those with rows on some rank.
 
-    def is_silent(self, agreed: AgreedStep, slots: int) -> bool:
-        """Return whether no pass reaches any layer: in one step, while no layer has statistics, and
-        later in so many gathering steps in a row that every layer was due.
+        Let layers without a pass in their slot gather late: else they might never gather.
         """
-        if agreed.total.captured or agreed.total.unread:
-            self._silent = 0
-        elif agreed.total.has_gradients:
-            # Once layers have statistics, it is fine if a step passes by the layers that are due.
-            self._silent += 1
-            return not self._registry.with_average or self._silent >= max(4, 2 * slots)
-        return False
-
-    def note_missed(self, agreed: AgreedStep, capture: Capture) -> None:
-        """Let layers without a pass in their slot gather late: else they might never gather."""
-        states = self._registry.states
-        for name in agreed.rows:
-            states[name].missed = states[name].missed_with_gradient = 0
-        begun = agreed.rows or any(state.has_average for state in states.values())
-        counts = (agreed.total.captured and begun) or agreed.total.unread
-        for layer in self._registry.layers.values() if counts else ():
-            name, state = layer.name, states[layer.name]
-            if state.has_average or name in agreed.rows or not agreed.gradients[name]:
-                continue
-            state.unseen += 1
+        registry, states = self._registry, self._registry.states
+        names, is_new = [], False
+        for (name, layer), at in zip(registry.layers.items(), registry.sections, strict=True):
+            plain, crossed = any(total.rows[at]), any(total.crossed[at])
+            if plain or crossed:
+                names.append(name)
+                state, layer.turned = states[name], not plain
+                state.has_average = True
+                state.missed = state.missed_with_gradient = 0
+            if plain and crossed and not layer.tied:  # it has sums of both directions from now on
+                layer.tied = is_new = True
+        if is_new:
+            registry.placements.find_facts(registry.layers.values())
+        begun = total.captured and any([state.has_average for state in states.values()])
+        for state, graded in zip(states.values(), total.gradients, strict=True):
+            if graded and not state.has_average and (begun or total.unread):
+                state.unseen += 1
+        seen = set(names)
         for layer in capture.wanted:
-            name, state = layer.name, states[layer.name]
-            if name in agreed.rows or not state.has_average:
+            state, has_gradient = states[layer.name], total.gradients[layer.number] > 0
+            if not state.has_average or layer.name in seen:
                 continue
             state.missed += 1
-            has_gradient = agreed.gradients[name] > 0
             state.missed_with_gradient += has_gradient
             steps = state.missed_with_gradient
             if steps == _PATIENCE and not capture.was_paused and has_gradient:
                 agreement.warn(
                     self._ranks,
-                    f"layer {name!r} has had a gradient in {steps} gathering steps, but no pass "
-                    "went through its module, so older factors stay in use. The weight may be used "
-                    "outside of its module's forward, or its gradient may always be zero; call the "
-                    "module itself, freeze the weight, or name the layer in skip_layers",
+                    f"layer {layer.name!r} has had a gradient in {steps} gathering steps, but no "
+                    "pass went through its module, so older factors stay in use. The weight may be "
+                    "used outside of its module's forward, or its gradient may always be zero; "
+                    "call the module itself, freeze the weight, or name the layer in skip_layers",
                 )
+        return names
 
     def _whole_weights(self) -> dict[str, Tensor]:
         covered = {p for layer in self._registry.active for p in layer.parameters}
@@ -291,47 +270,22 @@ class Status:
 
     def note_weights(self, steps: int) -> None:
         """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
-        if self._ranks.world == 1 or not self._verify_every or steps % self._verify_every:
+        if not self._verify_every or steps % self._verify_every:
             return
         whole = self._whole_weights()
         if whole:
-            codes = agreement.checksums(whole.values())
-            self._noted = [f"parameter {name!r} in step {steps}" for name in whole], codes
-            self._notes.send("weights", codes)
+            names = [f"parameter {name!r} in step {steps}" for name in whole]
+            self._noted = names, refresh.noted(agreement.checksums(whole.values()))
 
     def weights(self) -> dict[str, int]:
         """Return the checksums that were noted since the last exchange."""
         if self._noted is not None:
-            names, codes = self._noted
-            self._codes = dict(zip(names, self._notes.read("weights", codes), strict=True))
+            names, note = self._noted
+            self._codes = dict(zip(names, refresh.read(note), strict=True))
             self._noted = None
         return self._codes
 
-    def _compare_weights(self) -> None:
-        """Compare weights and gradients in the first step: perhaps no wrapper has aligned them."""
-        whole = self._whole_weights()
-        graded = {f"the gradient of {n!r}": p.grad for n, p in whole.items() if p.grad is not None}
-        agreement.compare_tensors(
-            self._ranks,
-            {f"parameter {name!r}": p for name, p in whole.items()},
-            "give all ranks the same weights, by DistributedDataParallel or by one seed",
-        )
-        agreement.compare_tensors(
-            self._ranks,
-            graded,
-            "average gradients over all ranks before step(), or use DistributedDataParallel",
-        )
-        self.proven = True
-
     # ---- after a load ----
-
-    def compare_covers(self) -> list[Layer]:
-        """Return the layers whose loaded states cover other parameters on other ranks."""
-        layers = list(self._registry.layers.values())
-        mine = torch.tensor([x.covers for x in layers], dtype=torch.float64, device="cpu")
-        sums = self._ranks.sum_numbers(mine.flatten(), "agreeing on what a loaded state covers")
-        apart = ((sums != 0) & (sums != self._ranks.world)).view(-1, 2).any(1).tolist()
-        return list(itertools.compress(layers, apart))
 
     def compare_loaded(
         self, lacks_half_products: bool, momenta: Collection[Tensor]
@@ -346,18 +300,18 @@ class Status:
         registry, world = self._registry, self._ranks.world
         layers, states = list(registry.layers.values()), list(registry.states.values())
         missed = [float(state.missed) for state in states]
-        parts: list[list[float]] = [
+        columns: Any = [
             [state.has_average for state in states],
             [state.has_state for state in states],
             missed,
             [n**2 for n in missed],
             [state.failures for state in states],
             [any(p in momenta for p in layer.parameters) for layer in layers],
+            [lacks_half_products] * len(layers),
         ]
-        mine = [lacks_half_products, *itertools.chain(*parts)]
-        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
-        lacking, *rest = self._ranks.sum_numbers(numbers, "agreeing on a loaded state").tolist()
-        columns = (rest[i : i + len(layers)] for i in range(0, len(rest), len(layers)))
+        numbers = torch.tensor(columns, dtype=torch.float64, device="cpu").flatten()
+        totals = self._ranks.sum_numbers(numbers, "agreeing on a loaded state")
+        *columns, lacking = totals.view(len(columns), -1).tolist()
         absent: list[Layer] = []
         uneven: list[Layer] = []
         in_part: list[Layer] = []
@@ -378,7 +332,7 @@ class Status:
                 state.has_state = False
             if failures:
                 state.failures = round(failures / world)
-        return absent, uneven, in_part, lacking > 0
+        return absent, uneven, in_part, any(lacking)
 
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:

@@ -7,10 +7,9 @@ next exchange.
 
 from __future__ import annotations
 
-import functools
-import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +17,13 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg.products import full_precision
 from ..linalg.roots import WITHOUT_DOUBLES
-from ..plan.routes import chunks, grouped
-from ..plan.step_plan import EMPTY, FAILED, REJECTED
+from ..plan.routes import chunks
 from ..stages import stage
-from .group import WITH_STREAMS, Group, Key, Side, joined
-from .notes import Notes
+from .group import WITH_STREAMS, Group, Key, Side, StackKey
 from .rules import Rule, stored
 
+# Flags of refreshed factors: sums were left out; the decomposition failed; no sum was finite.
+REJECTED, FAILED, EMPTY = 1, 2, 4
 # Elements of the factors in one batch. On CPUs, larger batches only take memory. On other devices,
 # they take fewer calls, and the host waits once for each batch that is decomposed.
 _AT_ONCE_ON_CPUS = 1 << 20
@@ -34,6 +33,8 @@ _MORE_DAMPING = 3  # a multiple, after a failure
 _OF_CUSOLVER = re.compile(
     r"cusolver error: CUSOLVER_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR)(?!.*cusolverDnCreate)", re.S
 )
+Note = tuple[Tensor, Any]  # numbers, and the event of their arrival on the host, if there is one
+_Factor = tuple[Group, Side, Layer]
 _Results = tuple[Tensor, ...]
 _Solve = Callable[[Tensor, Tensor | None, bool], _Results]  # of factors, damping, and diagonal
 
@@ -43,84 +44,70 @@ class Refresher:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._notes = Notes()
+        self.notes: dict[Side, Note] = {}  # flags on their way to the host
 
     def decompose(
         self,
-        groups: Sequence[Group],
-        names: Collection[str],
-        again: Collection[str],
+        groups: Iterable[Group],
+        layers: Collection[Layer],
+        again: Collection[Layer],
         shifts: dict[Key, Tensor],
     ) -> None:
-        """Renew the factors of the layers of these names that this rank owns.
+        """Renew the factors of these layers that this rank owns.
 
-        ``again`` are those whose last refresh failed. ``shifts`` is the damping of each factor's
-        diagonal, if the rule damps factors.
+        ``again`` are the layers whose last refresh failed. ``shifts`` is the damping of each
+        factor's diagonal, if the rule damps factors.
         """
-        factors = [(g, side, x) for g in groups for side in g.sides for x in side.owned]
-        due = grouped(
-            [x for x in factors if x[2].name in names], lambda x: (x[1].key, x[2].name in again)
-        )
+        due: dict[tuple[StackKey, bool], list[_Factor]] = {}
+        for group, side in [(x, side) for x in groups for side in (x.a, x.g)]:
+            for layer in side.owned:
+                if layer in layers:
+                    same = due.setdefault((side.key, layer in again), [])
+                    same.append((group, side, layer))
         with full_precision(), stage("decompose"):
             for (key, is_again), same in due.items():
                 at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
-                one = key.size if key.diagonal else key.size**2
-                for batch in chunks(same, lambda x: x[2].blocks, at_once / one):
-                    parts = grouped(batch, lambda x: x[:2])
-                    layers = {side: [x for *_, x in part] for (_, side), part in parts.items()}
-                    self._renew([*parts], layers, shifts, again=is_again)
+                single = key.size if key.diagonal else key.size**2
+                for batch in chunks(same, lambda x: x[2].blocks, at_once / single):
+                    self._renew(batch, shifts, again=is_again)
         for side in {side: None for same in due.values() for _, side, _ in same}:
-            self._notes.send(side, side.averages["stale"])
+            self.notes[side] = noted(side.averages["stale"])
 
-    def _renew(
-        self,
-        parts: list[tuple[Group, Side]],
-        layers: dict[Side, list[Layer]],
-        shifts: dict[Key, Tensor],
-        *,
-        again: bool,
-    ) -> None:
+    def _renew(self, batch: list[_Factor], shifts: dict[Key, Tensor], *, again: bool) -> None:
         """Decompose factors of one size; where that fails, their older state stays."""
-        key = parts[0][1].key
-        slots = [joined([s.owned[x] for x in layers[s]], key.device) for _, s in parts]
-        sides = [side.averages for _, side in parts]
-
-        def batch(name: str) -> Tensor:
-            views = [own[name][at] for own, at in zip(sides, slots, strict=True)]
-            return torch.cat(views) if len(views) > 1 else views[0]
-
-        average, shift = batch("average").to(key.dtype), None
+        key, blocks = batch[0][1].key, [layer.blocks for *_, layer in batch]
+        views: dict[str, list[Tensor]] = {}
+        for name in ("average", "weight", "rejected", "stale"):
+            views[name] = [side.averages[name][side.owned[layer]] for _, side, layer in batch]
+        # A single factor may be too large for a copy.
+        average = views["average"][0] if len(batch) == 1 else torch.cat(views["average"])
+        average, shift = average.to(key.dtype), None
         if shifts:
-            shift = torch.cat([shifts[x, side.name] for _, side in parts for x in layers[side]])
+            shift = torch.cat([shifts[layer, side.name] for _, side, layer in batch])
         if again:
             if key.device.type not in WITHOUT_DOUBLES:
                 average = average.double()
             shift = None if shift is None else _MORE_DAMPING * shift.to(average.dtype)
         results, good = attempt(average, shift, self._rule.solve, diagonal=key.diagonal)
-        weight, rejected = batch("weight"), batch("rejected")
+        rejected = torch.cat(views["rejected"])
         on_host = good.device.type not in WITH_STREAMS  # the host would wait for a device
         fine = on_host and bool(good.all()) and not rejected.any()
-        counts = [sum(x.blocks for x in layers[side]) for _, side in parts]
         if not fine:
-            empty = (weight == 0) & (rejected > 0)
+            empty = (torch.cat(views["weight"]) == 0) & (rejected > 0)
             good &= ~empty
             flags = rejected.clamp(max=REJECTED) + FAILED * (~good).int() + EMPTY * empty.int()
-            flags |= batch("stale")  # until they are told
+            flags |= torch.cat(views["stale"])  # until they are told
+            torch._foreach_copy_(views["stale"], list(flags.split(blocks)))
             rejected = torch.where(empty, rejected, 0)
-            for i, own in enumerate(sides):
-                own["stale"][slots[i]] = flags.split(counts)[i]
-                own["rejected"][slots[i]] = rejected.split(counts)[i]
+            torch._foreach_copy_(views["rejected"], list(rejected.split(blocks)))
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
-            values = zip(parts, result.split(counts), good.split(counts), strict=True)
-            for (group, side), new, is_good in values:
-                state = side.state[spec.name]
-                there = joined([group.slots[x] for x in layers[side]], key.device)
-                new = stored(new, state.dtype)
-                if not fine:
-                    shape = -1, *[1] * (new.dim() - 1)
-                    new = torch.where(is_good.view(shape), new, state[there])
-                state[there] = new
+            states = [side.state[spec.name][group.slots[layer]] for group, side, layer in batch]
+            new = stored(result, states[0].dtype)
+            if not fine:
+                is_good = good.view(-1, *[1] * (new.dim() - 1))
+                new = torch.where(is_good, new, torch.cat(states))
+            torch._foreach_copy_(states, list(new.split(blocks)))
 
     # ---- answers in the next exchange ----
 
@@ -131,24 +118,43 @@ class Refresher:
         have 0.
         """
         flags: dict[Side, list[int]] = {}
-        answers = []
+        answers: list[float] = []
         for layer in layers:
-            for side in group_of[layer].sides if layer in group_of else ():
-                if layer in side.owned and side not in flags:
-                    flags[side] = self._notes.read(side, side.averages["stale"])
-                told = flags[side][side.owned[layer]] if layer in side.owned else [0]
-                answers.append(float(functools.reduce(operator.or_, told)))
-            answers += [] if layer in group_of else [0.0, 0.0]
+            group, told = group_of.get(layer), [0, 0]  # a frozen layer has no group
+            for i, side in enumerate(() if group is None else (group.a, group.g)):
+                if layer not in side.owned:
+                    continue
+                if side not in flags:
+                    flags[side] = read(self.notes.pop(side, (side.averages["stale"], None)))
+                for flag in flags[side][side.owned[layer]]:
+                    told[i] |= flag
+            answers += told
         return answers
 
-    def forget_answers(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer] = ()) -> None:
-        """Forget what was told of these layers, and what is on its way."""
-        self._notes.clear()
-        for layer in layers:
-            for side in group_of[layer].sides if layer in group_of else ():
+    def drop_flags(self, group_of: Mapping[Layer, Group], layers: Iterable[Layer]) -> None:
+        """Drop the flags of these layers, once they were told."""
+        for group, layer in [(group_of[x], x) for x in layers if x in group_of]:
+            for side in (group.a, group.g):
                 if layer in side.owned:
                     side.averages["stale"][side.owned[layer]] = 0
                     side.averages["rejected"][side.owned[layer]] = 0
+
+
+def noted(numbers: Tensor) -> Note:
+    """Send a few numbers to the host, while the next work goes on; others stay where they are."""
+    if numbers.device.type not in WITH_STREAMS:
+        return numbers, None
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    return host, torch.cuda.current_stream(numbers.device).record_event()
+
+
+def read(note: Note) -> list[Any]:
+    """Return noted numbers; wait for numbers that were not sent."""
+    numbers, arrival = note
+    if arrival is not None:
+        arrival.synchronize()
+    return numbers.cpu().tolist()
 
 
 def attempt(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +13,13 @@ from torch import Tensor
 from ..layers import Layer
 from ..linalg import moments, products, roots
 from ..plan.facts import Sizes, TensorSpec, Work
-from .group import Group, Key, Side, StackKey, by_place, per_block, stack_key
+from ..plan.routes import grouped
+from .group import Group, Key, Side, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 
 DampingOf = Callable[[Layer], float]
 GroupOf = Mapping[Layer, Group]
+Reduce = Callable[[Tensor], Tensor] | None
 
 
 class Rule(ABC):
@@ -53,11 +54,16 @@ class Rule(ABC):
 
     def outgoing(self, side: Side, slots: slice) -> list[Tensor]:
         """Return the tensors that a factor's owner sends and the other gradient workers fill."""
-        return [tensor[slots] for tensor in side.state.values()]
+        state = [tensor[slots] for tensor in side.state.values()]
+        is_packed = self.sizes.packed and not side.key.diagonal
+        return [moments.pack(x) for x in state] if is_packed else state
 
     def incoming(self, side: Side, slots: slice, tensors: list[Tensor]) -> None:
         """Store the tensors of :meth:`outgoing`; the owner does so, too."""
-        return None
+        # The owner unpacks its own triangle, too, so that all ranks have the same bits.
+        if self.sizes.packed and not side.key.diagonal:
+            for state, tensor in zip(side.state.values(), tensors, strict=True):
+                state[slots] = moments.unpack(tensor, side.key.size)
 
     def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return the quality of a factor's state, ``[blocks]``, on the device."""
@@ -65,14 +71,13 @@ class Rule(ABC):
 
     # ---- refresh ----
 
-    def means(self, group_of: GroupOf, layers: Sequence[Layer]) -> list[Tensor]:
-        """Return the mean eigenvalues that the owners of A and of G must tell each other."""
-        return []
-
     def shifts(
-        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
+        self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf, reduce: Reduce
     ) -> dict[Key, Tensor]:
-        """Return the damping of each factor's diagonal, ``[blocks]``, from all ranks' means."""
+        """Return the damping of each factor's diagonal, ``[blocks]``.
+
+        ``reduce`` adds mean eigenvalues up over the ranks, if owners lack those of other owners.
+        """
         return {}
 
     @abstractmethod
@@ -120,31 +125,32 @@ class Rule(ABC):
 
 
 class TriangleRule(Rule):
-    """A rule whose state is one matrix a factor; it travels as a triangle."""
+    """A rule whose state is one matrix a factor, made with damping; it travels as a triangle."""
 
     def shifts(
-        self, layers: Sequence[Layer], damping_of: DampingOf, means: list[Tensor]
+        self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf, reduce: Reduce
     ) -> dict[Key, Tensor]:
-        """Return the layers' damping for both of their factors, or split by ``means``."""
+        """Return the layers' damping for both of their factors, or split by mean eigenvalues."""
         shifts: dict[Key, Tensor] = {}
-        for same, both in itertools.zip_longest(by_place(layers), means):
-            damping = per_block(same, damping_of, stack_key(same[0], "g"))
-            split = (damping, damping) if both is None else products.split_damping(damping, *both)
-            for side, values in zip("ag", split, strict=True):
+        for same in grouped(layers, lambda x: group_of[x].g.key[2:]).values():
+            like, means = group_of[same[0]].g.key, []
+            damping = per_block(same, damping_of, like)
+            split = damping, damping
+            if self.sizes.tells_means:
+                for layer, side in [(x, group_of[x].sides[i]) for i in range(2) for x in same]:
+                    if layer in side.owned:
+                        average = side.averages["average"][side.owned[layer]].to(like.dtype)
+                        mean = products.mean_eigenvalue(average, diagonal=side.key.diagonal)
+                    else:  # the owner adds it
+                        mean = damping.new_zeros(layer.blocks)
+                    means.append(mean)
+                pair = torch.cat(means).view(2, -1)
+                pair = pair if reduce is None else reduce(pair)
+                split = products.split_damping(damping, *pair)
+            for name, values in zip("ag", split, strict=True):
                 parts = values.split([layer.blocks for layer in same])
-                shifts |= {(x, side): part for x, part in zip(same, parts, strict=True)}
+                shifts |= {(x, name): part for x, part in zip(same, parts, strict=True)}
         return shifts
-
-    def outgoing(self, side: Side, slots: slice) -> list[Tensor]:
-        if side.key.diagonal:
-            return super().outgoing(side, slots)
-        return [moments.pack(side.state[self.sizes.of_factor[0].name][slots])]
-
-    def incoming(self, side: Side, slots: slice, tensors: list[Tensor]) -> None:
-        # The owner unpacks its own triangle, too, so that all ranks have the same bits.
-        if not side.key.diagonal:
-            whole = moments.unpack(tensors[0], side.key.size)
-            side.state[self.sizes.of_factor[0].name][slots] = whole
 
 
 def triangles(name: str, kind: str) -> Sizes:
@@ -170,23 +176,6 @@ class CholeskyRule(TriangleRule):
         super().__init__(dtype)
         # "pi": γ_A γ_G = γ; "full": γ on both
         self.sizes = self.sizes._replace(tells_means=split == "pi")
-
-    def means(self, group_of: GroupOf, layers: Sequence[Layer]) -> list[Tensor]:
-        """Return mean eigenvalues of A and of G, ``[2, blocks]`` for the layers of each place.
-
-        They are zero where another rank owns the factor.
-        """
-        means = []
-        for same in by_place(layers) if self.sizes.tells_means else ():
-            like, rows = stack_key(same[0], "g"), []
-            for layer, side in [(x, group_of[x].sides[i]) for i in range(2) for x in same]:
-                if layer in side.owned:
-                    average = side.averages["average"][side.owned[layer]].to(like.dtype)
-                    rows.append(products.mean_eigenvalue(average, diagonal=side.key.diagonal))
-                else:
-                    rows.append(torch.zeros(layer.blocks, dtype=like.dtype, device=like.device))
-            means.append(torch.cat(rows).view(2, -1))
-        return means
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None

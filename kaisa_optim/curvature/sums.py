@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from ..capture.forward_pass import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size, unpack
-from ..plan.step_plan import AgreedStep
-from .group import Key, StackKey, by_place, device_of, stack_key
+from ..plan.schedule import StepPlan
+from .group import by_place, device_of, stack_key
 
 
 class LayerSums:
@@ -58,10 +57,6 @@ class LayerSums:
     def own_unit(self) -> Tensor:
         assert self.gradients is not None
         return _unit(1, self.gradients.device) if self.unit is None else self.unit
-
-    def bytes(self) -> int:
-        own = sum(t.nbytes for t in (self.a, self.g) if t is not None)
-        return own if self.crossed is None else own + self.crossed.bytes()
 
 
 def _unit(value: float, device: torch.device) -> Tensor:
@@ -126,7 +121,8 @@ class FactorSums:
             moments.g.div_(share)
             count = 1.0
         if self.packed:
-            moments = moments._replace(a=_packed(moments.a), g=_packed(moments.g))
+            a, g = [pack(x) if x.dim() == 3 else x for x in (moments.a, moments.g)]
+            moments = moments._replace(a=a, g=g)
         if layer.crossed:
             sums.crossed = sums.crossed or LayerSums(covers, primary, is_crossed=True)
             sums, moments = sums.crossed, moments._replace(a=moments.g, g=moments.a)
@@ -141,31 +137,20 @@ class FactorSums:
         self.passes.clear()
 
     def bytes(self) -> int:
-        return sum(sums.bytes() for sums in self.of_layer.values())
+        uses = [x for sums in self.of_layer.values() for x in (sums, sums.crossed) if x]
+        return sum([t.nbytes for x in uses for t in (x.a, x.g) if t is not None])
 
-    # ---- reports ----
+    def terms(self, passes: Iterable[ForwardPass] | None = None) -> float:
+        """Return K: how many terms the loss of this rank averages, for all layers alike.
 
-    def rows(self, sections: Mapping[Layer, int], *, crossed: bool = False) -> list[float]:
-        """Return this rank's number of rows of each section of each layer."""
-        of_layer: Mapping[Layer, LayerSums | None] = self.of_layer
-        if crossed:
-            of_layer = {layer: sums.crossed for layer, sums in self.of_layer.items()}
-        each = [(of_layer.get(layer), count) for layer, count in sections.items()]
-        counts = [[0.0] * count if sums is None else sums.count for sums, count in each]
-        return list(itertools.chain.from_iterable(counts))
-
-    def terms(self) -> float:
-        """Return K: the number of terms that this rank's loss averages, for all layers alike."""
+        ``passes`` count their examples or positions, by default those that trained some layer.
+        """
         if self.loss_reduction == "sum":
             return 1.0
         if not isinstance(self.loss_terms, str):
             return self.loss_terms if self.passes else 0.0
-        return self.terms_of(set().union(*self.passes.values()))
-
-    def terms_of(self, passes: Iterable[ForwardPass]) -> float:
-        """Return how many examples or positions these forward passes had."""
-        assert isinstance(self.loss_terms, str)
-        return float(sum([getattr(one, self.loss_terms) for one in passes]))
+        passes = set().union(*self.passes.values()) if passes is None else passes
+        return float(sum([getattr(x, self.loss_terms) for x in passes]))
 
     # ---- at a step ----
 
@@ -190,7 +175,7 @@ class FactorSums:
     def mix(
         self,
         layers: Iterable[Layer],
-        agreed: AgreedStep,
+        plan: StepPlan,
         sum_over_ranks: Callable[[Tensor], Tensor],
     ) -> None:
         """Take the plain and the crossed uses of each layer as one product.
@@ -200,13 +185,11 @@ class FactorSums:
         """
         for same in by_place(layers):
             uses = ("a", False), ("g", False), ("g", True), ("a", True)
-            terms = [self._scaled([(layer, *use) for use in uses], agreed) for layer in same]
-            traces = [
-                torch.stack(
-                    [_traces(x, layer, side) for x, (side, _) in zip(four, uses, strict=True)]
-                )
-                for layer, four in zip(same, terms, strict=True)
-            ]
+            terms, traces = [], []
+            for layer in same:
+                terms.append(self.take([(layer, *use) for use in uses], plan))
+                each = zip(terms[-1], "agga", strict=True)
+                traces.append(torch.stack([_traces(x, layer, side) for x, side in each]))
             totals = sum_over_ranks(torch.cat(traces, 1)).split([layer.blocks for layer in same], 1)
             for layer, four, total in zip(same, terms, totals, strict=True):
                 for x, share in zip(four, _shares(total), strict=True):
@@ -216,58 +199,48 @@ class FactorSums:
                     sums.a, sums.g, sums.crossed = a1.add_(g2), g1.add_(a2), None
                     sums.is_scaled = True
 
-    def take(self, keys: Sequence[Key], agreed: AgreedStep) -> list[Tensor]:
+    def take(self, chosen: Iterable[tuple[Layer, str, bool]], plan: StepPlan) -> list[Tensor]:
         """Return this rank's shares of new factors, whose sums over the ranks are the factors.
 
-        A share is the sum itself, scaled in place; the sum ends here.
+        ``chosen`` are layers and sides, of plain or crossed uses. A share is the sum itself, scaled
+        in place, or zeros without one; the sum ends here.
         """
-        return self._scaled([(x, side, x.name in agreed.turned) for x, side in keys], agreed)
-
-    def _scaled(
-        self, chosen: Sequence[tuple[Layer, str, bool]], agreed: AgreedStep
-    ) -> list[Tensor]:
-        """Take out scaled sums of sides, of plain or crossed uses; zeros where there is none."""
-        shares: list[Tensor] = []
+        total, shares = plan.total, []
         parts: list[Tensor] = []
         scales: list[float] = []
         for layer, side, crossed in chosen:
             sums = self.of_layer.get(layer)
             if sums is not None and crossed:
                 sums = sums.crossed
-            total = None if sums is None else sums.a if side == "a" else sums.g
-            if sums is None or total is None:
+            share = None if sums is None else sums.a if side == "a" else sums.g
+            if sums is None or share is None:
                 key = stack_key(layer, side)
-                shape = (layer.blocks, width(key)) if self.packed else key.shape(layer.blocks)
+                shape = key.shape(layer.blocks)
+                if self.packed and not key.diagonal:
+                    shape = (layer.blocks, packed_size(key.size))
                 shares.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
                 continue
             setattr(sums, side, None)
-            if total.shape[0] < layer.blocks:
-                total = total.expand(layer.blocks, *total.shape[1:]).clone()
-            shares.append(total)
-            parts += [total] if len(sums.count) == 1 else total.chunk(len(sums.count))
-            scales += self._scales(layer, (side == "a") != crossed, sums, agreed)
+            if share.shape[0] < layer.blocks:
+                share = share.expand(layer.blocks, *share.shape[1:]).clone()
+            shares.append(share)
+            if sums.is_scaled:
+                continue
+            at, count = plan.sections[layer.number], len(sums.count)
+            parts += [share] if count == 1 else share.chunk(count)
+            if self.kaisa_scaling:
+                # Each rank's passes are averaged, then the ranks.
+                givers = (total.crossed_givers if crossed else total.givers)[at]
+                pairs = zip(sums.count, givers, strict=True)
+                scales += [1 / (max(1, passes) * max(1, ranks)) for passes, ranks in pairs]
+            elif (side == "a") != crossed:  # of inputs
+                rows = (total.crossed if crossed else total.rows)[at]
+                scales += [1 / max(1, number) for number in rows]
+            else:
+                scales += [plan.of_gradients] * count
         if parts:
             torch._foreach_mul_(parts, scales)
         return shares
-
-    def _scales(
-        self, layer: Layer, of_inputs: bool, sums: LayerSums, agreed: AgreedStep
-    ) -> list[float]:
-        """Return the scale of each section of a sum, on the host."""
-        if sums.is_scaled:
-            return [1.0] * len(sums.count)
-        rows, givers = agreed.rows[layer.name], agreed.givers[layer.name]
-        if sums.is_crossed:
-            rows, givers = agreed.crossed.get(layer.name, (rows, givers))
-        if self.kaisa_scaling:
-            # Each rank's passes are averaged, then the ranks.
-            both = zip(sums.count, givers, strict=True)
-            return [1 / (max(1, count) * max(1, ranks)) for count, ranks in both]
-        if of_inputs:
-            return [1 / max(1, count) for count in rows]
-        # Drawn gradients belong to the sum of the terms, and not to their mean.
-        own = 1.0 if agreed.total.drawn else agreed.own_terms**2
-        return [own / agreed.total.terms if agreed.total.terms else 0.0] * len(sums.count)
 
 
 def _shares(traces: Tensor) -> Tensor:
@@ -293,12 +266,3 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
         whole = moment if moment.dim() == 3 else unpack(moment, n)
         moment = whole.diagonal(dim1=-2, dim2=-1)
     return moment.sum(-1)
-
-
-def width(key: StackKey) -> int:
-    """Return how many numbers of one block are sent."""
-    return key.size if key.diagonal else packed_size(key.size)
-
-
-def _packed(moment: Tensor) -> Tensor:
-    return pack(moment) if moment.dim() == 3 else moment

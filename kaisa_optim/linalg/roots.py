@@ -56,9 +56,22 @@ def inverse_root(
     if diagonal or factors.shape[-1] == 1:
         root = damped.rsqrt().to(factors.dtype)
         return root, root.isfinite().flatten(1).all(1)
-    if by_products is None:
-        by_products = factors.device.type != "cpu"
-    return (_by_products if by_products else _by_eigenvectors)(damped, factors.dtype)
+    on_cpu, dtype = factors.device.type == "cpu", factors.dtype
+    if by_products or (by_products is None and not on_cpu):
+        return _by_products(damped, dtype)
+    fine = damped.isfinite().flatten(1).all(1)
+    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
+    try:  # the solver would stop for all factors at one that is not finite
+        values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
+    except LinAlgError:
+        return _by_products(damped, dtype)
+    values.masked_fill_(fine.logical_not()[:, None], torch.nan)
+    # Rounded roots have a residual of about eps times the root of the condition number.
+    good = values[:, 0] > (torch.finfo(dtype).eps / _TOLERANCE) ** 2 * values[:, -1]
+    # Float32 products would leave a residual above 1e-3 where the condition number is 1e6. In
+    # float32, errors of eigenvalues are some 1e-7 of the largest one: too much for small ones.
+    root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT).to(dtype)
+    return (root + root.mT) / 2, good
 
 
 def residual(factors: Tensor, found: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
@@ -103,47 +116,14 @@ def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     return damped
 
 
-def _by_eigenvectors(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return inverse roots and flags by one decomposition, in the dtype of ``damped``.
-
-    In float32, errors of eigenvalues are some 1e-7 of the largest one: too much for small ones.
-    """
-    fine = damped.isfinite().flatten(1).all(1)
-    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
-    try:  # the solver would stop for all factors at one that is not finite
-        values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
-    except LinAlgError:
-        return _by_products(damped, dtype)
-    values.masked_fill_(fine.logical_not()[:, None], torch.nan)
-    # Rounded roots have a residual of about eps times the root of the condition number.
-    good = values[:, 0] > (torch.finfo(dtype).eps / _TOLERANCE) ** 2 * values[:, -1]
-    # Float32 products would leave a residual above 1e-3 where the condition number is 1e6.
-    root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT)
-    return _symmetric(root.to(dtype)), good
-
-
 def _by_products(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return inverse roots and flags, by Cholesky factors L and their polar factors P.
 
-    F̂ = L Lᵀ has the root F̂^-½ = P L⁻¹.
+    F̂ = L Lᵀ has the root F̂^-½ = P L⁻¹. It is NaN if F̂ is not positive definite.
     """
-    lower = _triangle(damped, dtype)
-    root = torch.linalg.solve_triangular(lower, _polar(lower), upper=False, left=False)
-    root = _symmetric(root)
-    return root, _residual(lower, root) <= _TOLERANCE  # False for NaN
-
-
-def _triangle(matrices: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return lower triangular L with L Lᵀ = F̂; NaN if F̂ is not positive definite.
-
-    Decompose ``matrices`` as they are, in float64: float32 leaves four to ten times the residual.
-    """
-    lower, info = torch.linalg.cholesky_ex(matrices)
-    return lower.to(dtype).masked_fill_((info != 0)[:, None, None], torch.nan)
-
-
-def _polar(lower: Tensor) -> Tensor:
-    """Return the polar factor of L."""
+    # In float64: a decomposition in float32 leaves four to ten times the residual.
+    lower, info = torch.linalg.cholesky_ex(damped)
+    lower = lower.to(dtype).masked_fill_((info != 0)[:, None, None], torch.nan)
     # The spectral norm of L Lᵀ is at most each of these norms.
     gram = torch.bmm(lower, lower.mT)
     bound = torch.minimum(gram.flatten(1).norm(dim=1), gram.abs().sum(2).amax(1))
@@ -153,8 +133,6 @@ def _polar(lower: Tensor) -> Tensor:
         polar = torch.bmm(orthogonalizer(gram, [polynomial]), polar)
         if left:
             gram = torch.bmm(polar, polar.mT)
-    return polar
-
-
-def _symmetric(matrices: Tensor) -> Tensor:
-    return (matrices + matrices.mT) / 2
+    root = torch.linalg.solve_triangular(lower, polar, upper=False, left=False)
+    root = (root + root.mT) / 2
+    return root, _residual(lower, root) <= _TOLERANCE  # False for NaN

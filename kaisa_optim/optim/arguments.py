@@ -17,7 +17,7 @@ from ..core import reports
 from ..core.options import OPTIONS, PER_GROUP, unexpected
 from ..core.preconditioner import Preconditioner
 from ..errors import invalid, invalid_because
-from ..plan.step_plan import PATIENCE
+from ..plan.schedule import PATIENCE
 
 # Keys of a parameter group, beside the base's own.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")

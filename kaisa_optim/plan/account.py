@@ -26,8 +26,7 @@ from .routes import (
     state_rounds,
     sum_buckets,
 )
-from .schedule import Schedule
-from .step_plan import StepReport
+from .schedule import HEAD, Schedule
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -148,8 +147,8 @@ class Account:
         Owners tell of earlier refreshes of the layers ``answered``.
         """
         sections = sum(layer.sections for layer in self.layers)
-        report = StepReport.blank(len(self.layers), len(answered), sections)
-        return all_reduced(8 * len(report.numbers()), self.grid.world)
+        numbers = HEAD + len(self.layers) + 2 * len(answered) + 4 * sections
+        return all_reduced(8 * numbers, self.grid.world)
 
     def sums(self, names: Collection[str]) -> list[int]:
         """Return the bytes of these layers' sums on their way to the factors' owners."""

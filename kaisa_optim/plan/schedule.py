@@ -1,9 +1,11 @@
-"""When layers gather statistics and are refreshed: slots of an interval, from shapes alone."""
+"""When layers gather statistics and are refreshed: slots of an interval, and the work of a step."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .facts import LayerFacts
 from .routes import grouped
@@ -11,6 +13,9 @@ from .routes import grouped
 # The active layers of each slot by its place in an interval; a slot of frozen layers is empty.
 Slots = dict[int, frozenset[str]]
 _MOST = 4  # sums that one step gathers, as a multiple of the weights; more slots hold larger sums
+
+PATIENCE = 4  # exchanges without a pass, after which a layer without an average waits for its slot
+GIVEN_UP = 30  # likewise of a layer with an average: ten intervals of two slots and an extra step
 
 
 class Schedule:
@@ -98,3 +103,75 @@ class Schedule:
             slots[place] = slots.get(place, frozenset()).union(names)
         self._slots[gathering, interval] = slots
         return slots
+
+
+# ---- the work of a step ----
+
+
+@dataclass
+class LayerState:
+    """Facts about one layer from step to step, alike on all ranks."""
+
+    has_average: bool = False
+    has_state: bool = False  # a refresh has made state of the averages
+    failures: int = 0  # refreshes that failed in a row
+    failed: int = 0  # refreshes that failed in all
+    refreshes: int = 0  # refreshes that were done
+    refreshed: int = -1  # the step of the last one
+    before: int = -1  # the step of the one before it
+    rejected: int = 0  # refreshes in which statistics that were not finite were left out
+    missed: int = 0  # gathering steps since the slot passed without a pass through the layer
+    missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
+    unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
+    elsewhere: float = 0.0  # share of the gradient from other sources than rows, once it was named
+    deferred: bool = False  # owners tell in the next exchange whether the last refresh failed
+
+    def reset(self) -> None:
+        """Forget the layer's averages and state: they are estimated anew.
+
+        ``deferred`` stays, since ranks must agree on how many answers they exchange.
+        """
+        self.has_average = self.has_state = False
+        self.missed = self.missed_with_gradient = self.unseen = 0
+        self.elsewhere = 0.0
+
+
+class StepReport(NamedTuple):
+    """One rank's numbers before a step, or their sums over all ranks: of flags, how many ranks."""
+
+    failed: float = 0.0  # an error in a hook waits to be raised
+    captured: float = 0.0  # a backward pass reached a layer, or capture was paused
+    unread: float = 0.0  # the model ran, and no call in it was one that K-FAC reads
+    has_gradients: float = 0.0
+    drawn: float = 0.0  # labels were drawn for some passes
+    trained: float = 0.0  # some statistics are of the gradients that train
+    elsewhere: float = 0.0  # a layer's gradient was found to have other sources than its rows
+    lacks_half_products: float = 0.0
+    terms: float = 0.0  # K
+    checksum: float = 0.0  # of values that must be alike on all ranks
+    squares: float = 0.0  # of the checksum; both sums together tell whether checksums are equal
+    # Lists follow. All layers have their places in all but one of them, frozen ones, too.
+    gradients: Sequence[float] = ()  # whether each layer has a gradient
+    stale: Sequence[float] = ()  # flags of A and of G, of layers whose state is deferred
+    rows: Sequence[float] = ()  # number of rows of each section of each layer
+    crossed: Sequence[float] = ()  # likewise of crossed uses, whose inputs meet G's side
+    givers: Sequence[float] = ()  # whether there are rows
+    crossed_givers: Sequence[float] = ()
+
+
+HEAD = StepReport._fields.index("gradients")  # numbers before the lists
+
+
+@dataclass
+class StepPlan:
+    """The work of one step; layers are named in the model's order."""
+
+    number: int  # of the step
+    exchanges: bool = False  # ranks hold the exchange of numbers
+    average: Sequence[str] = ()  # layers whose sums enter the running averages
+    refresh: Sequence[str] = ()  # layers to refresh
+    # What the ranks agreed on, where they held the exchange.
+    total: StepReport = field(default_factory=StepReport)
+    sections: Sequence[slice] = ()  # the places of each layer's sections among those of all
+    seen: Sequence[bool] = ()  # for each section, whether some rank has rows of it
+    of_gradients: float = 0.0  # the scale of this rank's sums of output gradients

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import backend_registration
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
-from kaisa_optim.curvature import group, notes
+from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +48,7 @@ def _begin() -> None:
     # Notes go to the host as they do from CUDA: beside the work, whole when they are looked at.
     group.WITH_STREAMS.add(accelerator.NAME)
     event = SimpleNamespace(synchronize=lambda: None)
-    notes._sent = lambda notes: (accelerator.numbers_of(notes).clone(), event)
+    refresh.noted = lambda numbers: (accelerator.numbers_of(numbers).clone(), event)
 
 
 class Images(nn.Module):

@@ -171,7 +171,8 @@ def test_moments_count_the_whole_pass():
     net = nn.Sequential(nn.Linear(4, 3)).double()
     opt = KFACSGD(net, lr=0.1, statistics_fraction=0.25)
     net(normal(6, 2, 4)).sum().backward()
-    assert opt.preconditioner.sums.rows(opt.preconditioner.registry.sections) == [12]
+    (sums,) = opt.preconditioner.sums.of_layer.values()
+    assert sums.count == [12]
 
 
 def test_wide_sides():

@@ -50,7 +50,9 @@ def off(root: Tensor, damped: Tensor) -> Tensor:
 def residual(factors: Tensor, damping: Tensor, root: Tensor) -> Tensor:
     """Return the estimate of the norm of S F̂ S - I that flags go by."""
     damped = roots._damped(factors, damping, diagonal=False)
-    return roots._residual(roots._triangle(damped, root.dtype), root)
+    lower, info = torch.linalg.cholesky_ex(damped)
+    lower = lower.to(root.dtype).masked_fill_((info != 0)[:, None, None], torch.nan)
+    return roots._residual(lower, root)
 
 
 def bar(condition: float, by_products: bool) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.core import options
-from kaisa_optim.curvature import notes, refresh
+from kaisa_optim.curvature import refresh
 
 
 @contextmanager
@@ -26,8 +26,7 @@ def as_on_a_gpu() -> Iterator[None]:
     event = SimpleNamespace(synchronize=lambda: None)
     with (
         mock.patch.object(refresh, "WITH_STREAMS", {"cpu"}),
-        mock.patch.object(notes, "WITH_STREAMS", {"cpu"}),
-        mock.patch.object(notes, "_sent", lambda notes: (notes.clone(), event)),
+        mock.patch.object(refresh, "noted", lambda numbers: (numbers.clone(), event)),
     ):
         yield
 
