@@ -243,7 +243,7 @@ def draw_step(plt: Any) -> None:
     figure, axis = _canvas(plt, 9, 2.6)
     boxes = [
         ("gather", "capture/hooks.py\nlayers/", "passes"),
-        ("report, agree", "core/status.py\ncomm/agreement.py", "step()"),
+        ("report, agree", "core/exchange.py\ncomm/agreement.py", "step()"),
         ("plan", "plan/schedule.py\nplan/routes.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
         ("directions", "core/exchange.py\ncurvature/rules.py", "step()"),

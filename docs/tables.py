@@ -101,7 +101,7 @@ SECTIONS = {
     ),
     "Options": ("core/options", "core/registry", "errors"),
     "Steps": (
-        "core/reports", "core/status", "core/preconditioner", "core/exchange", "core/plan",
+        "core/reports", "core/preconditioner", "core/exchange", "core/plan",
         "optim/bases", "capture/hooks", "capture/forward",
         "curvature", "linalg",
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -24,15 +23,3 @@ def stage(name: str) -> AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(PREFIX + name)
     return _NOTHING
-
-
-def staged(name: str, items: Iterable[T]) -> Iterator[T]:
-    """Yield items, and label the work that makes each of them, but not the work of their reader."""
-    iterator = iter(items)
-    while True:
-        with stage(name):
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-        yield item

@@ -284,7 +284,8 @@ class Capture:
         idle = COUNT if due and self._counts else LEAVE
         for layer in self._layers:
             layer.task = GATHER if layer in due else idle
-        self.witness.arm(due)
+        if not self.witness.due.isdisjoint(due):
+            self.witness.arm(due)
 
     def _follow_changes(self) -> None:
         """Arm anew if a parameter was frozen or unfrozen since."""
@@ -296,8 +297,9 @@ class Capture:
 
         First, its uses are looked for once more.
         """
-        with self.errors:
-            self.sought |= self.witness.settle()
+        if self.witness.waits:
+            with self.errors:
+                self.sought |= self.witness.settle()
         return bool(self.witness.elsewhere.keys() - self.witness.named)
 
     def reset(self) -> None:

@@ -104,7 +104,9 @@ class Witness:
         self.handles: list[Any] = []
         self._waiting: set[tuple[Layer, int]] = set()
         self.named: set[str] = set()  # layers that a warning named
-        self._shares: dict[Layer, float] = {}  # of gradients that come from other sources
+        self.waits = False  # something was noted since the last step
+        # Layers whose gradients have other sources, with these sources' share.
+        self.elsewhere: dict[str, float] = {}
         self._again: set[Layer] = set()  # layers whose uses were looked for once more
         self._later: set[Layer] = set()  # layers to compare in the steps to come
         self._early: set[Layer] = set()  # layers whose calls a reentrant checkpoint recomputes
@@ -127,6 +129,7 @@ class Witness:
         again = number == 1 and not count & (count - 1)
         if call.task < COMPARE and (again or kind not in known):
             self._later.add(layer)  # earlier calls of this pass were not kept whole
+            self.waits = True
         known.add(kind)
         # A rank's shard of a weight has no gradient of its own calls.
         if call.task < COMPARE or is_sharded(weight) or not weight.is_leaf:
@@ -153,6 +156,7 @@ class Witness:
                 hook = functools.partial(_compare, weakref.ref(self), weakref.ref(layer), part)
                 self.handles.append(parameter.register_hook(hook))
                 self._waiting.add((layer, part))
+                self.waits = True
 
     def add(self, call: Call, x: Tensor | None, grad: Tensor) -> None:
         """Add the rows of a call to those of its backward pass."""
@@ -213,8 +217,10 @@ class Witness:
                 self.due.add(layer)
             elif max(shares) > OTHER and layer not in self._again:
                 again.add(layer)
+            elif max(shares) > OTHER:
+                self.elsewhere[layer.name] = max(shares)
             else:
-                self._shares[layer] = max(shares)
+                self.elsewhere.pop(layer.name, None)
         self._again |= again
         self.due |= again | self._later
         self._later.clear()
@@ -222,12 +228,8 @@ class Witness:
             self.handles.pop().remove()
         self._waiting.clear()
         self._seen.clear()
+        self.waits = bool(self._results)
         return again
-
-    @property
-    def elsewhere(self) -> dict[str, float]:
-        """Layers whose gradients have other sources, with these sources' share."""
-        return {layer.name: share for layer, share in self._shares.items() if share > OTHER}
 
 
 def _compare(witness: Any, layer: Any, part: int, grad: Tensor) -> None:

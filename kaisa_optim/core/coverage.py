@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -264,55 +264,6 @@ def _leave_out_biases_in_part(found: Coverage, reasons: Reasons) -> None:
             layer.cover(layer.covers_now())
             if not any(layer.trained):
                 del found.layers[name]
-
-
-class Homes:
-    """The modules that hold the groups' parameters; wrappers may replace modules or parameters."""
-
-    def __init__(
-        self, model: nn.Module, groups: list[dict[str, Any]], parameters: Collection[Tensor]
-    ) -> None:
-        self._model = model
-        self._listed = {id(p): p for group in groups for p in group["params"]}
-        # fully_shard puts a whole parameter in a sharded one's place for a while.
-        self._places = [
-            (p, module._parameters, name, f"{prefix}.{name}" if prefix else name)
-            for prefix, module in model.named_modules()
-            for name, p in module._parameters.items()
-            if p is not None and p in parameters and not is_sharded(p)
-        ]
-
-    def check(self, groups: list[dict[str, Any]], on_meta: dict[str, Tensor]) -> None:
-        """Refuse parameters that are no longer the model's: K-FAC would be off without a word.
-
-        ``on_meta`` are those that were on the meta device at construction.
-        """
-        for title in [name for name, p in on_meta.items() if p.is_meta]:
-            raise RuntimeError(
-                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
-                "no step would change the weight that replaces it; call to_empty, load or "
-                "initialize the weights, then build the optimizer"
-            )
-        # By id, which is safe since the parameters are held: to hash a tensor is a call of Python.
-        listed = self._listed
-        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
-            raise RuntimeError(
-                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
-                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
-                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
-                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
-                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
-                "does. Add parameters of the model by add_param_group"
-            )
-        for p, held, name, title in self._places:
-            now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
-            if now is not p and all(p is not other for other in self._model.parameters()):
-                raise RuntimeError(
-                    "Invalid params: the parameters of the groups are not the model's any more: "
-                    f"{title} is a {type(now).__name__} that the optimizer was not given. Build "
-                    "the optimizer after fully_shard, after load_state_dict(assign=True) and after "
-                    "whatever else replaces parameters, or give it the new ones by add_param_group"
-                )
 
 
 def _why_not(module: nn.Module, kind: type[Layer] | None) -> str | None:

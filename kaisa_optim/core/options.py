@@ -24,7 +24,7 @@ from ..plan.facts import WIDEST
 
 if TYPE_CHECKING:
     from ..capture.hooks import Capture
-    from ..curvature.sums import FactorSums
+    from ..curvature.averages import FactorSums
 
 Check = Callable[[str, Any], Any]
 Schedule = Callable[[int], Any]
@@ -455,6 +455,7 @@ class Hyperparameters:
     """Values that are checked when they are set; each setting that may change is a property."""
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
+    pending = True  # an interval may be another one from the next exchange on
     _is_built = False
 
     def __init__(
@@ -462,12 +463,15 @@ class Hyperparameters:
         options: Options,
         sums: FactorSums,
         group_schedules: list[dict[str, Schedule]],
+        *,
+        several: bool,
         aim: Callable[[], Callable[[], None] | None],
     ) -> None:
         """Take the options' values; ``aim`` is a weak reference to a function without arguments.
 
-        The function is called when a new value changes which rows are gathered. A strong reference
-        would keep a model's tensors until Python looks for circles.
+        The function is called when a new value changes which layers gather, or which rows. A strong
+        reference would keep a model's tensors until Python looks for circles. ``several`` ranks
+        compare both intervals, in an exchange, before these come into force.
         """
         self.options = options
         self.sums = sums
@@ -485,6 +489,9 @@ class Hyperparameters:
         # The groups' values in the last step, which need no check; None: some follow a schedule.
         self.known: list[Any] | None = None
         self.take_intervals(0)
+        # Names of settings with an effect at once; scheduled intervals have one in each step.
+        self._aiming = ("statistics_fraction", *(() if several else _INTERVALS))
+        self.moves = not several and self.pending
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -507,6 +514,10 @@ class Hyperparameters:
             refuse_lost_damping(group)
         for name, schedule in self._schedules.items():
             self._set(name, schedule(step))
+        self.note(groups)
+
+    def note(self, groups: list[Group]) -> None:
+        """Note the groups' values, which were checked."""
         scheduled = self._schedules or any(self._group_schedules)
         values = [group[name] for group in groups for name in PER_GROUP]
         self.known = None if scheduled else values
@@ -517,8 +528,9 @@ class Hyperparameters:
         return self._values[name] if schedule is None else check(name, schedule(step))
 
     def take_intervals(self, step: int) -> None:
-        """Put both intervals into force: they change in exchanges, where ranks compare them."""
+        """Put both intervals into force."""
         self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
+        self.pending = not self._schedules.keys().isdisjoint(_INTERVALS)
 
     def scheduled_intervals(self, step: int) -> dict[str, int]:
         """Return the values of scheduled intervals in the next step, for ranks to compare."""
@@ -548,9 +560,13 @@ class Hyperparameters:
         elif name == "grad_scaler":
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
         self._values[name] = value
-        aim = self._aim() if self._is_built and name == "statistics_fraction" else None
-        if aim is not None:
-            aim()
+        self.pending |= name in _INTERVALS
+        if self._is_built and name in self._aiming and name not in self._schedules:
+            if name in _INTERVALS:
+                self.in_force[name] = value
+            aim = self._aim()
+            if aim is not None:
+                aim()
 
 
 def _setting(name: str) -> property:

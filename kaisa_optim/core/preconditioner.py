@@ -19,21 +19,20 @@ from ..capture.hooks import Capture
 from ..comm import agreement
 from ..comm.ranks import Ranks
 from ..curvature import averages, rules
+from ..curvature.averages import FactorSums
 from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
 from ..curvature.rules import Rule
-from ..curvature.sums import FactorSums
 from ..layers import Layer, sample_of
 from ..linalg.products import full_precision
 from ..plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
-from ..stages import PREFIX, stage, staged
+from ..stages import PREFIX
 from . import coverage, reports
-from .exchange import Exchange
+from .exchange import Exchange, Status, with_gradient
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
 from .plan import CompiledPlan, Groups, products
 from .registry import Registry
 from .reports import Answers
-from .status import Status, with_gradient
 
 _NO_WORK = StepPlan(-1)
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
@@ -87,7 +86,7 @@ class Preconditioner(Answers):
             units=rule.scale_free,
         )
         self.hyperparameters = Hyperparameters(
-            options, self.sums, group_schedules, aim=weakref.WeakMethod(self._aim)
+            options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
         )
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options)
@@ -102,6 +101,8 @@ class Preconditioner(Answers):
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
+        if identity is not None:  # else these are groups of a copy, whose values nobody has checked
+            self.hyperparameters.note(groups)
         self._identity = identity or {}
         self._is_built = True
         if not self.registry.layers:
@@ -168,7 +169,9 @@ class Preconditioner(Answers):
         # compare frozen layers where they gather, and changes take effect there.
         if due is not None:
             of_layer = self.sums.of_layer
-            self._forget(registry.follow_changes({x: s.covers for x, s in of_layer.items()}))
+            changed = registry.follow_changes({x: s.covers for x, s in of_layer.items()})
+            if changed:
+                self._forget(changed)
         if facts != self.groups.facts and self.groups.places != registry.devices:
             self.allocate()
         if self.rule.reads_damping:
@@ -196,11 +199,16 @@ class Preconditioner(Answers):
         if self.ranks.world > 1:
             self.status.note_weights(self.steps)
         self.step_count.fill_(self.steps)
+        self.sums.of_layer.clear()
+        self.sums.passes.clear()
         self.capture.reset()
         if self.work.exchanges:
-            self.hyperparameters.take_intervals(self.steps)
+            if self.hyperparameters.pending:
+                self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif works or self.steps >= until:
+        elif works or self.steps >= until or self.hyperparameters.moves:
+            if self.hyperparameters.moves:
+                self.hyperparameters.take_intervals(self.steps)
             self._choose()
         return self.work.exchanges
 
@@ -273,7 +281,8 @@ class Preconditioner(Answers):
             halves = total.lacks_half_products == 0
             if halves != self.rule.half_products:
                 self.rule.half_products, self.groups.facts = halves, None
-            self.hyperparameters.take_intervals(self.steps)
+            if self.hyperparameters.pending:
+                self.hyperparameters.take_intervals(self.steps)
         told = status.note_answers(total.stale)
         if told:  # a layer that begins anew leaves the plan
             self.exchange.refresher.drop_flags(self.groups.of, told)
@@ -358,6 +367,7 @@ class Preconditioner(Answers):
         (due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
         if due is not None and not self._agree(groups):
             return False
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         work = self.work
         with_average = [(name, state) for name, state in states.items() if state.has_average]
         work.refresh = [name for name, x in with_average if name in refreshed or not x.has_state]
@@ -366,9 +376,14 @@ class Preconditioner(Answers):
             decay_of = registry.values("factor_decay", groups)
             layers = [registry.layers[name] for name in work.average]
             sums = self.exchange.sums(self.sums, layers, work)
-            for factors in staged("reduce", sums):
-                averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
-        self.sums.clear()
+            while True:
+                with label(PREFIX + "reduce"):
+                    factors = next(sums, None)
+                if factors is None:
+                    break
+                with label(PREFIX + "average"):
+                    averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
+        self.sums.of_layer.clear()  # a refresh takes memory of its own
         if work.refresh:
             self._refresh(work)
         if work.exchanges and len(with_average) < len(states):
@@ -382,18 +397,21 @@ class Preconditioner(Answers):
         states = [self.registry.states[name] for name in work.refresh]
         again = {layer for layer, state in zip(layers, states, strict=True) if state.failures}
         rule, group_of, damping_of = self.rule, self.groups.of, self.damping_of
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         reduce = None  # each owner has both means
         if self.registry.placements.splits_owners:
             reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
         shifts = rule.shifts(group_of, layers, damping_of, reduce)
         try:
-            self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
+            with label(PREFIX + "decompose"):
+                self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
-        with stage("share"):
+        with label(PREFIX + "share"):
             if self.ranks.grid.workers > 1:
                 self.exchange.share_state(layers)
-            rule.renew(group_of, layers, damping_of)
+            if rule.renews:
+                rule.renew(group_of, layers, damping_of)
         if not all([state.has_state for state in states]):
             self.groups.facts = None
         for state in states:

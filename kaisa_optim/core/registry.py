@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,55 @@ def task_of(layer: Layer, covers: tuple[bool, bool] | None = None) -> Task:
     return Task(layer.name, a, g, diagonal_a, diagonal_g, layer.blocks)
 
 
+class Homes:
+    """The modules that hold the groups' parameters; wrappers may replace modules or parameters."""
+
+    def __init__(
+        self, model: nn.Module, groups: list[Group], parameters: Collection[Tensor]
+    ) -> None:
+        self._model = model
+        self._listed = {id(p): p for group in groups for p in group["params"]}
+        # fully_shard puts a whole parameter in a sharded one's place for a while.
+        self._places = [
+            (p, module._parameters, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in model.named_modules()
+            for name, p in module._parameters.items()
+            if p is not None and p in parameters and not sharding.is_sharded(p)
+        ]
+
+    def check(self, groups: list[Group], on_meta: dict[str, Tensor]) -> None:
+        """Refuse parameters that are no longer the model's: K-FAC would be off without a word.
+
+        ``on_meta`` are those that were on the meta device at construction.
+        """
+        for title in [name for name, p in on_meta.items() if p.is_meta]:
+            raise RuntimeError(
+                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
+                "no step would change the weight that replaces it; call to_empty, load or "
+                "initialize the weights, then build the optimizer"
+            )
+        # By id, which is safe since the parameters are held: to hash a tensor is a call of Python.
+        listed = self._listed
+        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
+            raise RuntimeError(
+                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
+                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
+                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
+                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
+                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
+                "does. Add parameters of the model by add_param_group"
+            )
+        for p, held, name, title in self._places:
+            now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
+            if now is not p and all(p is not other for other in self._model.parameters()):
+                raise RuntimeError(
+                    "Invalid params: the parameters of the groups are not the model's any more: "
+                    f"{title} is a {type(now).__name__} that the optimizer was not given. Build "
+                    "the optimizer after fully_shard, after load_state_dict(assign=True) and after "
+                    "whatever else replaces parameters, or give it the new ones by add_param_group"
+                )
+
+
 class Registry:
     """One model's covered layers by name, in the model's order."""
 
@@ -196,7 +245,7 @@ class Registry:
         model = unwrapped(self.model)
         named = model.named_parameters()
         self.on_meta.update({name: p for name, p in named if p in of_groups and p.is_meta})
-        self.homes = coverage.Homes(model, groups, self.group_of.keys())
+        self.homes = Homes(model, groups, self.group_of.keys())
 
     def cover(self, groups: list[Group], *, first: bool) -> Coverage:
         """Return the coverage of the model; raise where groups or options do not fit it."""

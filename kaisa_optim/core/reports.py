@@ -17,8 +17,8 @@ from ..capture.hooks import Capture
 from ..capture.witness import Witness
 from ..comm import agreement
 from ..comm.ranks import Ranks
+from ..curvature.averages import FactorSums
 from ..curvature.rules import Rule
-from ..curvature.sums import FactorSums
 from ..errors import invalid_because, is_real
 from ..layers import SCALES, Layer
 from ..plan.account import Account

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg.products import full_precision
-from ..linalg.roots import WITHOUT_DOUBLES
-from ..plan.routes import chunks
-from ..stages import stage
+from ..linalg.products import WITHOUT_DOUBLES, full_precision
 from .group import WITH_STREAMS, Group, Key, Side, StackKey
 from .rules import Rule, stored
 
@@ -64,14 +61,17 @@ class Refresher:
                 if layer in layers:
                     same = due.setdefault((side.key, layer in again), [])
                     same.append((group, side, layer))
-        with full_precision(), stage("decompose"):
+        with full_precision():
             for (key, is_again), same in due.items():
                 at_once = _AT_ONCE_ON_CPUS if key.device.type == "cpu" else _AT_ONCE
                 single = key.size if key.diagonal else key.size**2
-                for batch in chunks(same, lambda x: x[2].blocks, at_once / single):
-                    self._renew(batch, shifts, again=is_again)
+                count = max(1, at_once // (single * max([x.blocks for *_, x in same])))
+                for start in range(0, len(same), count):
+                    self._renew(same[start : start + count], shifts, again=is_again)
         for side in {side: None for same in due.values() for _, side, _ in same}:
-            self.notes[side] = noted(side.averages["stale"])
+            flags = side.averages["stale"]
+            streams = flags.device.type in WITH_STREAMS
+            self.notes[side] = noted(flags) if streams else (flags, None)
 
     def _renew(self, batch: list[_Factor], shifts: dict[Key, Tensor], *, again: bool) -> None:
         """Decompose factors of one size; where that fails, their older state stays."""
@@ -103,7 +103,8 @@ class Refresher:
         # An owner is a gradient worker, too. Diagonal factors have the first result alone.
         for spec, result in zip(self._rule.sizes.of_factor, results, strict=False):
             states = [side.state[spec.name][group.slots[layer]] for group, side, layer in batch]
-            new = stored(result, states[0].dtype)
+            dtype = states[0].dtype
+            new = result if result.dtype == dtype else stored(result, dtype)
             if not fine:
                 is_good = good.view(-1, *[1] * (new.dim() - 1))
                 new = torch.where(is_good, new, torch.cat(states))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..linalg import moments, products, roots
+from ..linalg import moments, products
 from ..plan.facts import Sizes, TensorSpec, Work
-from ..plan.routes import grouped
 from .group import Group, Key, Side, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 
@@ -36,6 +35,7 @@ class Rule(ABC):
     slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     makes_directions = False  # new gradients are directions of steps
     length: Length | None = None  # which gives these their length
+    renews = False  # some tensors follow from new state, by :meth:`renew`
     reads_damping = False  # new gradients go by the damping of their step
     wants_half_products = False  # some products are asked for in bfloat16, whatever the dtype
 
@@ -132,7 +132,10 @@ class TriangleRule(Rule):
     ) -> dict[Key, Tensor]:
         """Return the layers' damping for both of their factors, or split by mean eigenvalues."""
         shifts: dict[Key, Tensor] = {}
-        for same in grouped(layers, lambda x: group_of[x].g.key[2:]).values():
+        places: dict[Any, list[Layer]] = {}
+        for layer in layers:
+            places.setdefault(group_of[layer].g.key[2:], []).append(layer)
+        for same in places.values():
             like, means = group_of[same[0]].g.key, []
             damping = per_block(same, damping_of, like)
             split = damping, damping
@@ -220,7 +223,7 @@ class EigenRule(Rule):
         return values.amax(1) / values.amin(1)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
-        return (factors.clamp(min=0),) if diagonal else roots.eigendecompose(factors)
+        return (factors.clamp(min=0),) if diagonal else products.eigendecompose(factors)
 
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         g, a = self._states(group, "vectors")
@@ -239,6 +242,7 @@ class EigenRule(Rule):
 class StoredProductRule(EigenRule):
     """Multiply by 1 / (v_G v_Aᵀ + γ), formed at the refresh with the damping of that step."""
 
+    renews = True
     sizes = EigenRule.sizes._replace(
         of_gradient=(TensorSpec("scale", "eigenvalue_products", "gradient"),)
     )
@@ -288,11 +292,11 @@ class PolarRule(TriangleRule):
     def measure(self, key: StackKey, average: Tensor, state: Tensor, damping: float) -> Tensor:
         """Return the residuals of a root, with the average of now."""
         shifts = average.new_full((len(average),), damping)
-        return roots.residual(average, state, shifts, diagonal=key.diagonal)
+        return products.residual(average, state, shifts, diagonal=key.diagonal)
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         assert damping is not None
-        root, good = roots.inverse_root(factors, damping, diagonal=diagonal)
+        root, good = products.inverse_root(factors, damping, diagonal=diagonal)
         return (root if diagonal else root.masked_fill_(~good[:, None, None], torch.nan),)
 
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:

@@ -75,19 +75,18 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
     for p in begun:
         state[p][STEP] = count
-    convention = _convention(kfac)
     for layer in registry.active:
         entry, flags = state.get(layer.parameters[0], {}), registry.states[layer.name]
         if STEP in entry:
             key, averages = f"{PREFIX}{layer.tag}status", flags.has_average + 2 * flags.missed
             values = [averages, int(flags.has_state), *map(int, layer.covers)]
-            values += [flags.failures, convention]
+            values.append(flags.failures)
             if key not in entry:
                 for name, view in kfac.groups.of[layer].views(layer):
                     entry[f"{PREFIX}{layer.tag}{name}"] = view
-                entry[key] = torch.tensor(values, device="cpu")
+                entry[key] = torch.tensor([*values, _convention(kfac)], device="cpu")
             elif published.get(layer) != values:
-                entry[key].copy_(torch.tensor(values, device="cpu"))
+                entry[key][:-1] = torch.tensor(values, device="cpu")
             published[layer] = values
 
 

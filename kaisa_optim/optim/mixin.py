@@ -121,7 +121,7 @@ class KFACMixin(Optimizer):
             self._published = kfac.groups.compilations, len(self.state)
             if kfac.groups.facts is not None:  # the step has made, or changed, entries
                 kfac.groups.facts = base.facts(kfac.groups.plan)
-            if exchanged:
+            if exchanged and not all([x.has_average for x in kfac.registry.states.values()]):
                 self._notices.look(kfac)
         self._consolidated = None
         return loss

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import invalid, invalid_because
-from ..linalg import products, roots
+from ..linalg import products
 from ..optim.family import KFACAdam
 from . import hardware
 from .hardware import Hardware
@@ -66,8 +66,8 @@ def operations(device: str) -> dict[str, Callable[[Tensor], Any]]:
 
     found: dict[str, Callable[[Tensor], Any]] = {
         "products": lambda x: torch.bmm(x, x),
-        "roots": lambda x: roots.inverse_root(x, damping(x), diagonal=False),
-        "eigenvectors": roots.eigendecompose,
+        "roots": lambda x: products.inverse_root(x, damping(x), diagonal=False),
+        "eigenvectors": products.eigendecompose,
         "inverses": lambda x: products.damped_inverse(x, damping(x)),
     }
     if device == "cuda":

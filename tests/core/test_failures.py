@@ -27,7 +27,7 @@ from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm import ranks as comm_ranks
 from kaisa_optim.core import exchange, plan
 from kaisa_optim.core.preconditioner import Preconditioner
-from kaisa_optim.linalg import products, roots
+from kaisa_optim.linalg import products
 from tests.support.cluster import average, weights
 from tests.support.ranks import fresh, run
 from tests.support.training import ANEW
@@ -308,9 +308,9 @@ class Decomposed(NamedTuple):
 def broken_decompositions(error: Exception) -> Iterator[None]:
     fails = mock.Mock(side_effect=error)
     with (
-        mock.patch.object(roots, "eigendecompose", fails),
+        mock.patch.object(products, "eigendecompose", fails),
         mock.patch.object(products, "damped_inverse", fails),
-        mock.patch.object(roots, "inverse_root", fails),
+        mock.patch.object(products, "inverse_root", fails),
     ):
         yield
 
@@ -436,7 +436,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "exchange": (Preconditioner, "_agree"),
     "sums": (comm_ranks, "_added_up"),
     "passing on": (comm_ranks.Ranks, "_to_owners"),
-    "decomposition": (roots, "inverse_root"),
+    "decomposition": (products, "inverse_root"),
     "state": (exchange.Exchange, "share_state"),
     "gradients": (plan.Rows, "exchange"),
 }

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import refresh
-from kaisa_optim.linalg import products, roots
+from kaisa_optim.linalg import products
 from tests.linalg.test_precision import USERS, all_settings, matmuls
 from tests.linalg.test_precision import settings as settings  # puts them back after each test
 from tests.support import groups
@@ -45,9 +45,9 @@ METHODS: dict[str, dict[str, Any]] = {x: ref.METHODS[name] for x, name in REFERE
 ALWAYS = {name: EVERY_STEP | options for name, options in METHODS.items()}
 ALWAYS["polar"] = ANEW
 SOLVERS: dict[str, tuple[Any, str]] = {
-    "eigen": (roots, "eigendecompose"),
+    "eigen": (products, "eigendecompose"),
     "inverse": (products, "damped_inverse"),
-    "polar": (roots, "inverse_root"),
+    "polar": (products, "inverse_root"),
 }
 LinAlgError = torch.linalg.LinAlgError
 

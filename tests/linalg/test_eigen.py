@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kaisa_optim.linalg.roots import eigendecompose
+from kaisa_optim.linalg.products import eigendecompose
 
 
 @pytest.mark.parametrize("n", [1, 5])

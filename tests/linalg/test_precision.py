@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import base as layer_base
-from kaisa_optim.linalg import products, roots
+from kaisa_optim.linalg import products
 from tests.linalg.test_moments import off
 from tests.support.training import EVERY_STEP, network, train
 
@@ -94,8 +94,8 @@ def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
     before = all_settings()
     moments = spied("statistics", layer_base.second_moment)
     monkeypatch.setattr(layer_base, "second_moment", moments)
-    eigh = spied("decompositions", roots.eigendecompose)
-    monkeypatch.setattr(roots, "eigendecompose", eigh)
+    eigh = spied("decompositions", products.eigendecompose)
+    monkeypatch.setattr(products, "eigendecompose", eigh)
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=0.1, statistics_precision=setting, **EVERY_STEP)
     train(model, opt, range(2))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kaisa_optim.linalg import roots
-from kaisa_optim.linalg.roots import inverse_root
+from kaisa_optim.linalg import products
+from kaisa_optim.linalg.products import inverse_root
 
 KINDS = "geometric", "halves", "first", "power 1", "power 2"
 paths = pytest.mark.parametrize("by_products", [False, True], ids=["eigenvectors", "products"])
@@ -49,10 +49,10 @@ def off(root: Tensor, damped: Tensor) -> Tensor:
 
 def residual(factors: Tensor, damping: Tensor, root: Tensor) -> Tensor:
     """Return the estimate of the norm of S F̂ S - I that flags go by."""
-    damped = roots._damped(factors, damping, diagonal=False)
+    damped = products._damped(factors, damping, diagonal=False)
     lower, info = torch.linalg.cholesky_ex(damped)
     lower = lower.to(root.dtype).masked_fill_((info != 0)[:, None, None], torch.nan)
-    return roots._residual(lower, root)
+    return products._residual(lower, root)
 
 
 def bar(condition: float, by_products: bool) -> float:
@@ -194,7 +194,7 @@ def test_roots_that_are_off_are_flagged(monkeypatch):
     assert good.all()
     assert residual(factors, damping, root) < 1e-4
     assert residual(factors, damping, 1.5 * root) > 1.2
-    monkeypatch.setattr(roots, "_POLYNOMIALS", roots._POLYNOMIALS[:-3])
+    monkeypatch.setattr(products, "_OF_ROOTS", products._OF_ROOTS[:-3])
     _, good = inverse_root(factors, damping, diagonal=False, by_products=True)
     assert not good.any()
 
@@ -213,7 +213,7 @@ def test_products_follow_where_the_solver_fails(monkeypatch):
     factors, damping = factors[None].float(), damping[None]
 
     def fail(matrices: Tensor) -> None:
-        raise roots.LinAlgError("no convergence")
+        raise products.LinAlgError("no convergence")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
     found, good = inverse_root(factors, damping, diagonal=False, by_products=False)

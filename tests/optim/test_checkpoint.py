@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, KFACParamScheduler, with_kfac
-from kaisa_optim.linalg import roots
+from kaisa_optim.linalg import products
 from tests.optim.bases import LARS, Descent
 from tests.support.compare_revisions import golden
 from tests.support.ranks import run
@@ -431,7 +431,7 @@ def test_failure_counts_and_rejections_are_kept(monkeypatch):
     options = {"lr": 0.05, "max_failures": 3, **EVERY_STEP}
     model, opt = pair(KFACSGD, **options)
     train(model, opt, [0])
-    monkeypatch.setattr(roots, "eigendecompose", broken)
+    monkeypatch.setattr(products, "eigendecompose", broken)
     with pytest.warns(UserWarning, match="1 in a row"):
         train(model, opt, range(1, 3))
     other, fresh = pair(KFACSGD, **options)
