@@ -109,7 +109,7 @@ FAULTS = (
           "self.examples = tensor.shape[0] if tensor.dim() else 1", "self.examples = 1",
           "capture/test_capture.py -k by_positions"),
     Fault("a gradient from other sources than rows is not told", "capture/witness.py",
-          "in self._shares.items() if share > OTHER}", "in self._shares.items() if share > 1}",
+          "elif max(shares) > OTHER:", "elif max(shares) > 1:",
           "capture/test_witness.py -k penalty"),
     Fault("a table that a matrix is tied to has a whole factor of its rows", "core/coverage.py",
           "next((layer for layer in users if layer.diagonal_input), users[0])",

@@ -207,8 +207,6 @@ class Preconditioner(Answers):
                 self.hyperparameters.take_intervals(self.steps)
             self._aim()
         elif works or self.steps >= until or self.hyperparameters.moves:
-            if self.hyperparameters.moves:
-                self.hyperparameters.take_intervals(self.steps)
             self._choose()
         return self.work.exchanges
 
@@ -442,6 +440,8 @@ class Preconditioner(Answers):
     def _choose(self) -> None:
         """Look up the next step's slot; tell capture which layers gather in it, and which rows."""
         parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
+        if parameters.moves:
+            parameters.take_intervals(number)
         gathering, refreshing = parameters.in_force.values()
         late = bool(self.registry.late)
         self.slot = self.schedule.at(number, gathering, refreshing, late=late)

@@ -70,8 +70,7 @@ class Refresher:
                     self._renew(same[start : start + count], shifts, again=is_again)
         for side in {side: None for same in due.values() for _, side, _ in same}:
             flags = side.averages["stale"]
-            streams = flags.device.type in WITH_STREAMS
-            self.notes[side] = noted(flags) if streams else (flags, None)
+            self.notes[side] = (flags, None) if flags.is_cpu else noted(flags)
 
     def _renew(self, batch: list[_Factor], shifts: dict[Key, Tensor], *, again: bool) -> None:
         """Decompose factors of one size; where that fails, their older state stays."""

@@ -161,7 +161,8 @@ class Notices:
 
     def __init__(self) -> None:
         self._is_given = False
-        self._unseen: list[str] = []  # layers without calls, when coverage was last looked at
+        # Layers without calls, and who is trained, when coverage was last looked at.
+        self._looked: Any = None
 
     def look(self, kfac: Preconditioner) -> None:
         """Warn if the search for calls of layers has ended, and what is covered is little."""
@@ -169,8 +170,9 @@ class Notices:
             return
         states = kfac.registry.states.items()
         unseen = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
-        former, self._unseen = self._unseen, unseen
-        if unseen and unseen != former:
+        trained = [p.requires_grad for p in kfac.registry.parameters]
+        former, self._looked = self._looked, (unseen, trained)
+        if unseen and self._looked != former:
             text = reports.poor_coverage(reports.coverage(kfac.registry))
             self._is_given = bool(text)
             if text:
