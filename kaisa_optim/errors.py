@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 
@@ -43,3 +44,36 @@ def check_callable(name: str, function: Callable[..., Any], *arguments: str) -> 
         taken = " and ".join(arguments) if arguments else "nothing"
         like = f"lambda {', '.join(arguments)}: ..." if arguments else "lambda: ..."
         raise invalid(name, function, f"it must be a callable of {taken}, such as {like}") from None
+
+
+# ---- names that do not exist ----
+
+# Arguments of kfac-pytorch that this package does not have, or has under another name, and names
+# that went before the first release.
+FORMER = {
+    "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
+    "accumulation_steps": "leave it out: any number of backward passes is counted",
+    "symmetry_aware": "leave it out: factors always travel as triangles",
+    "assignment_strategy": "leave it out: the cost() of a WorkAssignment says what is balanced",
+    "update_factors_in_hook": "leave it out: sums are taken in the backward pass, averages in "
+    "step()",
+    "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
+    "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
+    "warmup_steps": "leave it out: a scheduler of lr warms up",
+    "compound": "leave it out: factors multiply the first value, so let a callable return the "
+    "product of its factors",
+    "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have its own lr",
+}
+
+
+def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
+    """Return the error for an argument that neither ``owner``'s options nor its base have."""
+    ours = list(ours)
+    # SGD's dampening is as near to some spellings as damping is.
+    near = difflib.get_close_matches(name, ours, 1, 0.9)
+    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
+    remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
+    remedy = FORMER.get(name, remedy)
+    if name == "momentum" and "betas" in theirs:
+        remedy = "here it is the first of betas"
+    return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from ..comm import agreement
 from ..core import reports
-from ..core.options import OPTIONS, PER_GROUP, unexpected
+from ..core.options import OPTIONS, PER_GROUP
 from ..core.preconditioner import Preconditioner
-from ..errors import invalid, invalid_because
+from ..errors import invalid, invalid_because, unexpected
 from ..plan.schedule import PATIENCE
 
 # Keys of a parameter group, beside the base's own.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.options import FORMER, PER_GROUP, SCHEDULED, Options, refuse_lost_damping
+from ..core.options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
 from ..core.preconditioner import Preconditioner
-from ..errors import check_callable, invalid, invalid_because
+from ..errors import FORMER, check_callable, invalid, invalid_because
 from ..layers import Layer
 from ..linalg import products
 from . import arguments, bases, checkpoint

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.options import OPTIONS, PER_GROUP, unexpected
-from ..errors import check_callable, invalid, invalid_because, is_real
+from ..core.options import OPTIONS, PER_GROUP
+from ..errors import check_callable, invalid, invalid_because, is_real, unexpected
 from .mixin import KFACMixin
 
 Factor = Callable[[int], float] | Mapping[int, float]
