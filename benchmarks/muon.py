@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from kaisa_optim.linalg import products
-from kaisa_optim.linalg.products import multiplies_in_half
 
 COEFFICIENTS, EPS = (3.4445, -4.7750, 2.0315), 1e-7
 
@@ -49,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         x /= torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp_(min=EPS)
         tall = x.shape[1] > x.shape[2]
         narrow = x.is_cpu and min(x.shape[1:]) <= 64  # halves would take longer
-        in_half = multiplies_in_half(x.dtype, x.device) and not narrow
+        in_half = products.multiplies_in_half(x.dtype, x.device) and not narrow
         x = x.mT if tall else x
         for steps in (4, 1):  # rounding grows with each polynomial in a row
             x = _towards_one(x, [COEFFICIENTS] * steps, in_half)
@@ -60,27 +59,15 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(params, directions, alpha=-group["lr"] * scale)
 
     def _step_adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        adamw(
-            params,
-            [p.grad for p in params if p.grad is not None],
-            self._moments(params, "exp_avg"),
-            self._moments(params, "exp_avg_sq"),
-            [],
-            [self.state[p].setdefault("step", torch.tensor(0.0)) for p in params],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            amsgrad=False,
-            beta1=0.9,
-            beta2=0.999,
-            eps=1e-8,
-            maximize=False,
-        )
+        moments = [self._moments(params, name) for name in ("exp_avg", "exp_avg_sq")]
+        steps = [self.state[p].setdefault("step", torch.tensor(0.0)) for p in params]
+        how: Any = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "amsgrad": False, "maximize": False}
+        how |= {name: group[name] for name in ("lr", "weight_decay")}
+        lists: Any = [[p.grad for p in params], *moments, [], steps]
+        adamw(params, *lists, **how)
 
     def _moments(self, params: list[Tensor], name: str) -> list[Tensor]:
-        for p in params:
-            if name not in self.state[p]:
-                self.state[p][name] = torch.zeros_like(p)
-        return [self.state[p][name] for p in params]
+        return [self.state[p].setdefault(name, torch.zeros_like(p)) for p in params]
 
 
 def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:

@@ -20,7 +20,7 @@ from . import hardware
 from .choice import Candidate, Choice, Priced, candidates, price
 from .passes import passes_of
 from .survey import survey
-from .texts import aligned, mega, milliseconds, shown
+from .texts import aligned, digits, milliseconds, shown
 
 Watch = Callable[[Sequence[Candidate]], Iterator[Candidate]]
 
@@ -124,7 +124,7 @@ class Plan(Choice):
             fits = "best" if one is best else "yes" if one in self.fitting else "no"
             sizes = max(one.kfac), fmean(one.kfac), max(one.momenta), one.needs
             times = [milliseconds(sum(x.values())) for x in one.times]
-            received = mega(fmean(one.received))
+            received = digits(fmean(one.received) / 1e6)
             rows.append([one.candidate.title, *map(shown, sizes), received, *times, fits])
         return rows
 

@@ -18,19 +18,13 @@ def shown(size: float) -> str:
     """Return bytes as people write them: ``"1.23 GB"``."""
     for unit, bytes_of_unit in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(size) >= 0.9995 * bytes_of_unit:
-            return f"{_three_digits(size / bytes_of_unit)} {unit}"
+            return f"{digits(size / bytes_of_unit)} {unit}"
     return f"{size:.0f} byte{'s' * (round(size) != 1)}"
 
 
-def mega(size: float) -> str:
-    """Return bytes as a number of megabytes."""
-    return _three_digits(size / 1e6)
-
-
 def milliseconds(seconds: float) -> str:
-    """Return seconds as a number of milliseconds."""
-    return _three_digits(1e3 * seconds)
+    return digits(1e3 * seconds)
 
 
-def _three_digits(number: float) -> str:
+def digits(number: float) -> str:
     return f"{number:,.0f}" if abs(number) >= 99.95 else f"{number:.3g}"
