@@ -31,8 +31,8 @@ def of_a_first_step(cls: type, options: dict[str, Any]) -> set[str]:
 @pytest.mark.parametrize(
     ("cls", "options", "without"),
     [
-        (KFACAdam, {}, {"agree", "hand out"}),
-        (KFACSGD, {"compute_method": "eigen"}, {"agree", "hand out", "length"}),
+        (KFACAdam, {}, {"hand out"}),
+        (KFACSGD, {"compute_method": "eigen"}, {"hand out", "length"}),
     ],
 )
 def test_one_process_has_all_stages_but_those_of_other_ranks(cls, options, without):

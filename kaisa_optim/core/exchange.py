@@ -6,10 +6,12 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..capture import fisher
 from ..capture.hooks import Capture
@@ -25,7 +27,7 @@ from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
 from ..plan.routes import Bucket, state_rounds, sum_buckets
 from ..plan.schedule import HEAD, StepPlan, StepReport
-from ..stages import stage
+from ..stages import PREFIX
 from . import reports
 from .coverage import unwrapped
 from .options import Options
@@ -79,11 +81,12 @@ class Status:
             report = report._replace(failed=True)
         parts: Any = report[HEAD:]
         numbers = [*report[:HEAD], *itertools.chain.from_iterable(parts)]
-        totals = numbers
-        if self._ranks.world > 1:
-            with stage("agree"):
-                both = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                totals = self._ranks.sum_numbers(both, f"agreeing on step {number}").tolist()
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
+        with label(PREFIX + "agree"):
+            totals = numbers
+            if self._ranks.world > 1:
+                sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+                totals = self._ranks.sum_numbers(sums, f"agreeing on step {number}").tolist()
         start, lists = HEAD, []
         for part in parts:
             lists.append(totals[start : start + len(part)])
