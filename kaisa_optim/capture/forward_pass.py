@@ -87,12 +87,14 @@ def first_tensor(value: Any) -> Tensor | None:
 
 
 def batch_of(args: Any, kwargs: Any) -> Any:
-    """Return the first argument of a module's call that holds examples, if any."""
+    """Return the first argument of a module's call that holds examples; else a scalar, if any."""
+    scalar = None
     for argument in (*args, *kwargs.values()):
         tensor = first_tensor(argument)
         if tensor is not None and tensor.dim():
             return argument
-    return None
+        scalar = tensor if scalar is None else scalar
+    return scalar
 
 
 class ForwardPasses:

@@ -93,8 +93,7 @@ class Preconditioner(Answers):
         self.groups = Groups(self.registry, self.ranks, rule, options)
         self.exchange = Exchange(self.ranks, self.registry, rule, self.groups)
         self.work = _NO_WORK  # of the last step, on averages and state
-        # Numbers of the last step; the clip is on its device.
-        self.damping_of: Callable[[Layer], float] = dict[Layer, float]().__getitem__
+        self.damping_of: Callable[[Layer], float]  # of the last step that refreshed or read it
         # The layers that gather in the next step, None if none may, and those to refresh.
         # And the next step that has such layers.
         self.slot: tuple[frozenset[str] | None, frozenset[str], int] = None, frozenset(), 0
@@ -184,7 +183,7 @@ class Preconditioner(Answers):
             base.open(plan)
             plan.present = [False] * len(plan.parameters)
             base.rest(plan)
-            self._choose()
+            self._aim()
             return False
         if facts != self.groups.facts:
             self.groups.compile(groups, base)
@@ -381,7 +380,10 @@ class Preconditioner(Answers):
                     break
                 with label(PREFIX + "average"):
                     averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
-        self.sums.of_layer.clear()  # a refresh takes memory of its own
+        # A refresh takes memory of its own. If these were left to the end of a step, and an error
+        # ended it before, the next step would count their passes in K.
+        self.sums.of_layer.clear()
+        self.sums.passes.clear()
         if work.refresh:
             self._refresh(work)
         if work.exchanges and len(with_average) < len(states):
@@ -490,6 +492,7 @@ class Preconditioner(Answers):
             values["parameters on the meta device"] = sorted(registry.on_meta)
             agreement.compare(self.ranks, values, "models and options", error)
         registry.rebuild(covered, groups)
+        self.damping_of = registry.values("damping", groups)
         for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         former = self.capture if self._is_built else None

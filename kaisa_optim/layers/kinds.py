@@ -227,7 +227,8 @@ class Use(Layer):
     reads_dense_only = True
 
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
-        # What the primary knows of itself, such as covers; another call may add the bias.
+        # All that the primary knows of itself, such as covers; another call may add the bias. An
+        # attribute that a kind is given later comes along, too: set here what a use has of its own.
         vars(self).update(vars(primary))
         self._primary, self.crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs

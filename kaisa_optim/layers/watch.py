@@ -273,8 +273,8 @@ def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, weight, ends = args[0], _argument(args, kwargs, 1, "mat_b"), kwargs.get("offs")
-    found = mode.find(weight)
+    x, weight = (_argument(args, kwargs, at, name) for at, name in enumerate(("mat_a", "mat_b")))
+    ends, found = kwargs.get("offs"), mode.find(weight)
     if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
         return out
     return mode.product(found, out, x, functools.partial(GroupedUse, ends=ends), 0)
@@ -311,6 +311,8 @@ def _embedding(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _picked(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
     """Watch ``table[indices]`` and index_select along rows."""
+    if not args:  # all by name
+        return out
     found, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
     plain = isinstance(last, Tensor) and last.dtype in (torch.int32, torch.int64) and last.dim() > 0

@@ -8,6 +8,7 @@ A state that is loaded may be of the optimizer's class, of its base's, or of an 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -491,8 +492,9 @@ def set_base_state(
     except Exception as error:
         failed = error
     pairs = list(zip(optimizer.param_groups, former, strict=False))
-    # A load adds "differentiable" to any optimizer's defaults, and bases that read it complete it.
-    read = [key for key in optimizer.defaults if key != "differentiable"]
+    # A load adds "differentiable" to any optimizer's defaults.
+    own = {"differentiable"} & inspect.signature(optimizer._base.__init__).parameters.keys()
+    read = [key for key in optimizer.defaults if key != "differentiable" or own]
     names = [k for k in read if any(k in old and k not in new for new, old in pairs)]
     if failed is None and not names:
         return

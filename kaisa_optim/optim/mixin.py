@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -103,6 +104,8 @@ class KFACMixin(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kfac, base, distributed = self.preconditioner, self._stepper, torch.distributed
+        # Some wrappers take over all attributes of an optimizer, which then ends.
+        base.optimizer = self.base_part.optimizer = weakref.proxy(self)
         joined = distributed.is_available() and distributed.is_initialized()
         graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if (joined and kfac.ranks.group is None) or graphs:

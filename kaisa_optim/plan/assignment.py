@@ -203,7 +203,7 @@ def make_grid(
             f"a whole number from 1 to {world} that divides {world}{such_as}"
         )
         raise invalid_because("assignment", why)
-    fraction = grad_worker_fraction
+    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
     if fraction is not None and _workers(fraction, world) != workers:
         why = (
             f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks gradient workers, "

@@ -74,6 +74,19 @@ def test_roots_fit_the_averages_that_they_were_made_of(widest):
     assert trained(2, **options, factor_decay=0.0).metrics(wait=True)["residual_max"] > 1e-2
 
 
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+def test_a_loaded_state_has_its_measures_before_a_step(method):
+    options = {"lr": 1e-3, "compute_method": method}
+    model, other = network(), network()
+    opt, fresh = KFACAdam(model, **options), KFACAdam(other, **options)
+    backward(model, 0)
+    opt.step()
+    fresh.load_state_dict(opt.state_dict())
+    (name,) = {"residual_max", "condition_max"} & opt.preconditioner.metrics(wait=True).keys()
+    found, wanted = (x.preconditioner.metrics(wait=True)[name] for x in (fresh, opt))
+    assert found == pytest.approx(wanted)
+
+
 def test_conditions_are_of_factors_with_the_damping():
     kfac = trained(1, KFACSGD, compute_method="eigen", damping=0.5)
     expected = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -388,6 +389,43 @@ def test_grad_is_left_as_it_was_when_the_base_raises(method):
     assert_same(values(model), before)
     assert all(p.grad is gradients[n] for n, p in model.named_parameters())
     assert_same(gradients, copies)
+
+
+def test_the_passes_of_a_step_that_raised_are_not_counted_in_the_next():
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                raise ZeroDivisionError
+
+    options = {"compute_method": "eigen", "factor_decay": 0.0, "factor_update_steps": 1}
+    opts = [with_kfac(Failing)(network(), **options) for _ in range(2)]
+    for opt, fails in zip(opts, (True, False), strict=True):
+        model = opt.preconditioner.model
+        backward(model, 0)
+        opt.fails = fails
+        with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+            opt.step()
+        opt.fails = False
+        backward(model, 1)  # onto the gradients that are there
+        opt.step()
+    for name in opts[0].preconditioner.layers:
+        assert_same(*(opt.preconditioner.factors(name) for opt in opts))
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
+def test_a_wrapper_may_take_over_an_optimizers_attributes(cls):
+    models = [network(), network()]
+    opts = [cls(model, lr=0.1) for model in models]
+    wrapper = object.__new__(cls)
+    wrapper.__dict__.update(opts.pop().__dict__)
+    for opt, model in zip((*opts, wrapper), models, strict=True):
+        for i in range(2):
+            opt.zero_grad()
+            backward(model, i)
+            opt.step()
+    assert_same(values(models[1]), values(models[0]))
 
 
 @pytest.mark.parametrize("method", METHODS)
