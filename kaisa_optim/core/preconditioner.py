@@ -94,9 +94,9 @@ class Preconditioner(Answers):
         self.exchange = Exchange(self.ranks, self.registry, rule, self.groups)
         self.work = _NO_WORK  # of the last step, on averages and state
         self.damping_of: Callable[[Layer], float]  # of the last step that refreshed or read it
-        # The layers that gather in the next step, None if none may, and those to refresh.
-        # And the next step that has such layers.
-        self.slot: tuple[frozenset[str] | None, frozenset[str], int] = None, frozenset(), 0
+        # The next step that gathers or refreshes, the layers that gather in it, None if none may,
+        # those to refresh, and what capture is told before its passes.
+        self.slot: tuple[int, frozenset[str] | None, frozenset[str], tuple[Any, ...]]
         # The outcome of a load, until other ranks are asked: None, or the error that refused it.
         self.unsettled: list[Exception | None] = []
         self.rebuild(groups)
@@ -156,17 +156,18 @@ class Preconditioner(Answers):
         if known is None or len(known) != len(values) or not all(map(operator.is_, known, values)):
             self.hyperparameters.read(groups, self.steps)
         own = self.__dict__  # past __setattr__, which checks what users set
-        registry, (due, refreshed, until) = self.registry, self.slot
-        works = due is not None or bool(refreshed)
+        registry, (number, due, _, armed) = self.registry, self.slot
+        works = self.steps == number
+        gathers = works and due is not None
         own["work"] = StepPlan(self.steps) if works else _NO_WORK
         facts = base.facts(self.groups.plan)
-        if due is not None or facts != self.groups.facts:
+        if gathers or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
         if self.ranks.world > 1:
             self.status.note_gradients(self.steps)
         # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
         # compare frozen layers where they gather, and changes take effect there.
-        if due is not None:
+        if gathers:
             of_layer = self.sums.of_layer
             changed = registry.follow_changes({x: s.covers for x, s in of_layer.items()})
             if changed:
@@ -205,8 +206,10 @@ class Preconditioner(Answers):
             if self.hyperparameters.pending:
                 self.hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif works or self.steps >= until or self.hyperparameters.moves:
+        elif works or self.hyperparameters.moves:
             self._choose()
+        elif self.steps == number:
+            self.capture.arm(*armed)
         return self.work.exchanges
 
     def direct(self, plan: CompiledPlan, groups: list[ParamGroup], base: Any) -> None:
@@ -361,7 +364,7 @@ class Preconditioner(Answers):
         number and on facts that were agreed on. Decompositions wait for all sums. If an owner
         decomposed after its first sums, the other ranks would wait for its terms of the next sums.
         """
-        (due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
+        (_, due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
         if due is not None and not self._agree(groups):
             return False
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
@@ -440,22 +443,25 @@ class Preconditioner(Answers):
         self._choose()
 
     def _choose(self) -> None:
-        """Look up the next step's slot; tell capture which layers gather in it, and which rows."""
+        """Look up the next step that gathers or refreshes, and what capture does in its passes."""
         parameters, number, layers = self.hyperparameters, self.steps, self.registry.layers
         if parameters.moves:
             parameters.take_intervals(number)
         gathering, refreshing = parameters.in_force.values()
         late = bool(self.registry.late)
-        self.slot = self.schedule.at(number, gathering, refreshing, late=late)
-        due = self.slot[0]
-        if due is None:  # hooks leave at once
-            self.capture.arm(None)
-            return
-        fraction = parameters.upcoming("statistics_fraction", number)
-        # A layer gathers once in an interval, and early: each time it takes the next rows.
-        rounds = self.schedule.rounds_begun(number, gathering)
-        wanted = [*map(layers.__getitem__, due), *self.registry.late]
-        self.capture.arm(wanted, self.registry.missing, sample_of(fraction, rounds))
+        due, refreshed, following = self.schedule.at(number, gathering, refreshing, late=late)
+        if due is None and not refreshed:
+            number = following
+            due, refreshed, _ = self.schedule.at(number, gathering, refreshing, late=late)
+        armed: tuple[Any, ...] = (None,)  # hooks leave at once
+        if due is not None:
+            fraction = parameters.upcoming("statistics_fraction", number)
+            # A layer gathers once in an interval, and early: each time it takes the next rows.
+            rounds = self.schedule.rounds_begun(number, gathering)
+            wanted = [*map(layers.__getitem__, due), *self.registry.late]
+            armed = wanted, self.registry.missing, sample_of(fraction, rounds)
+        self.slot = number, due, refreshed, armed
+        self.capture.arm(*(armed if number == self.steps else (None,)))
 
     # ---- values that must be alike on all ranks ----
 
