@@ -16,14 +16,14 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 13_240,
-    "functions of the package": 842,
-    "files of the package": 58,
-    "lines of tools": 2_185,
-    "lines of tests": 30_400,
+    "lines of the package": 12_600,
+    "functions of the package": 752,
+    "files of the package": 49,
+    "lines of tools": 2_183,
+    "lines of tests": 30_310,
     "lines of benchmarks": 8_217,
 }
-ALLOWED = 0.02  # the share by which a change under way may exceed them; 0 when it has landed
+ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind
 
 MOST_ATTRIBUTES_OF_A_CLASS = 20

@@ -456,6 +456,7 @@ class Hyperparameters:
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
     pending = True  # an interval may be another one from the next exchange on
+    samples = False  # statistics may read a part of the examples
     _is_built = False
 
     def __init__(
@@ -539,9 +540,7 @@ class Hyperparameters:
 
     def current_options(self) -> Options:
         """Return the options with all values that have been set since construction."""
-        return self.options.having(
-            {n: v for n, v in self._values.items() if n not in self._schedules}
-        )
+        return self.options.having(self._values | self._schedules)
 
     def _set(self, name: str, value: Any) -> None:
         value = check(name, value)
@@ -561,6 +560,8 @@ class Hyperparameters:
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
         self._values[name] = value
         self.pending |= name in _INTERVALS
+        if name == "statistics_fraction":
+            self.samples = value != 1 or name in self._schedules
         if self._is_built and name in self._aiming and name not in self._schedules:
             if name in _INTERVALS:
                 self.in_force[name] = value

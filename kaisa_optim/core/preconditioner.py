@@ -455,11 +455,12 @@ class Preconditioner(Answers):
             due, refreshed, _ = self.schedule.at(number, gathering, refreshing, late=late)
         armed: tuple[Any, ...] = (None,)  # hooks leave at once
         if due is not None:
-            fraction = parameters.upcoming("statistics_fraction", number)
-            # A layer gathers once in an interval, and early: each time it takes the next rows.
-            rounds = self.schedule.rounds_begun(number, gathering)
-            wanted = [*map(layers.__getitem__, due), *self.registry.late]
-            armed = wanted, self.registry.missing, sample_of(fraction, rounds)
+            wanted, sample = [*map(layers.__getitem__, due), *self.registry.late], None
+            if parameters.samples:
+                # A layer gathers once in an interval, and early: each time it takes the next rows.
+                rounds = number // gathering + sum([number >= x for x in self.options.early])
+                sample = sample_of(parameters.upcoming("statistics_fraction", number), rounds)
+            armed = wanted, self.registry.missing, sample
         self.slot = number, due, refreshed, armed
         self.capture.arm(*(armed if number == self.steps else (None,)))
 

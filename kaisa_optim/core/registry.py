@@ -264,8 +264,9 @@ class Registry:
             )
             agreement.warn(self._ranks, text)
         for name, layer in found.layers.items():  # layers that stay as they were keep their state
-            old = self.layers.get(name)
-            if old is not None and old.same_place(layer) and old.trained == layer.trained:
+            old = self.layers.get(name, layer)
+            same = old.module is layer.module and old.trained == layer.trained
+            if same and old.weight is layer.weight and old.bias is layer.bias:
                 found.layers[name] = old
         for name in PER_GROUP:
             self.values(name, groups, found.layers.values())

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..layers import Layer
 from ..linalg import moments, products
+from ..linalg.products import FAR, FROM_FURTHER, TOWARDS_ONE
 from ..plan.facts import Sizes, TensorSpec, Work
 from .group import Group, Key, Side, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
@@ -143,7 +144,8 @@ class TriangleRule(Rule):
                 for layer, side in [(x, group_of[x].sides[i]) for i in range(2) for x in same]:
                     if layer in side.owned:
                         average = side.averages["average"][side.owned[layer]].to(like.dtype)
-                        mean = products.mean_eigenvalue(average, diagonal=side.key.diagonal)
+                        values = average if side.key.diagonal else average.diagonal(0, 1, 2)
+                        mean = values.mean(-1)
                     else:  # the owner adds it
                         mean = damping.new_zeros(layer.blocks)
                     means.append(mean)
@@ -271,7 +273,7 @@ class PolarRule(TriangleRule):
     """Keep a symmetric root of each factor; the base keeps the momentum."""
 
     sizes = triangles("root", "roots")._replace(of_gradient=(SQUARE_SUM,), units=True)
-    work = Work("roots", 2, lambda shorter: len(products.polynomials_for(shorter)))
+    work = Work("roots", 2, lambda n: len(FROM_FURTHER if n > FAR else TOWARDS_ONE))
     scale_free = makes_directions = True
     wants_half_products = True
     quality = "residual"

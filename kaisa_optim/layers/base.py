@@ -170,11 +170,6 @@ class Layer:
             self.trained[1] and bias is not None and bias.requires_grad,
         )
 
-    def same_place(self, other: Layer) -> bool:
-        """Return whether both stand for the same parameters of the same module."""
-        same = self.weight is other.weight and self.bias is other.bias
-        return same and self.module is other.module
-
     # ---- rows of one call ----
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:

@@ -14,12 +14,6 @@ import torch
 from torch import Tensor
 
 
-def mean_eigenvalue(factor: Tensor, *, diagonal: bool) -> Tensor:
-    """Return the trace over the dimension, ``[k]``."""
-    values = factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)
-    return values.mean(-1)
-
-
 def least(dtype: torch.dtype) -> float:
     """Return the mean eigenvalue up to which a factor counts as zero: its entries lack digits."""
     return torch.finfo(dtype).tiny / torch.finfo(dtype).eps
@@ -118,21 +112,16 @@ def _after_scaling(polynomials: Sequence[Polynomial]) -> tuple[Polynomial, ...]:
 # is the nearest to 1 on the interval that the one before leaves, as in Polar Express (Amsel et al.,
 # 2025). A third polynomial (0.9 to 1.1) changed losses by 0.5 % on a character GPT, by -2 % on a
 # digits autoencoder and by -1 % on a U-Net: factors have whitened the momentum already.
-_TOWARDS_ONE = _after_scaling([(7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)])
+TOWARDS_ONE = _after_scaling([(7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)])
 # The same from 0.005 on, for sides above 256: n singular values have a mean square of 1/n.
-_FROM_FURTHER = _after_scaling(
+FROM_FURTHER = _after_scaling(
     [(8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978)]
 )
-_FAR = 256
+FAR = 256
 _LONG = 1.5  # sides' ratio from which powers of X Xᵀ are less work
 _TINY = 1e-30  # a divisor in place of zero
 _AT_ONCE = 1 << 22  # numbers that are made orthogonal in one batch
 _NARROW = 64
-
-
-def polynomials_for(shorter: int) -> Sequence[Polynomial]:
-    """Return the polynomials for matrices by their shorter side."""
-    return _FROM_FURTHER if shorter > _FAR else _TOWARDS_ONE
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
@@ -159,7 +148,7 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     shorter, longer = wide.shape[1:]
     # Up to a side of 64, CPUs make matrices orthogonal faster in float32.
     in_half = in_half and not (shorter <= _NARROW and wide.device.type == "cpu")
-    polynomials = _FROM_FURTHER if shorter > _FAR else _TOWARDS_ONE
+    polynomials = FROM_FURTHER if shorter > FAR else TOWARDS_ONE
     if not in_half and longer > _LONG * shorter:
         gram = torch.bmm(wide, wide.mT)
         x = torch.bmm(orthogonalizer(gram, polynomials), wide)

@@ -67,10 +67,6 @@ class Schedule:
             coming += [extra] if extra >= first else []
         return due, refreshed, min(coming)
 
-    def rounds_begun(self, step: int, interval: int) -> int:
-        """Return how many slots each layer has had; the step's number alone tells."""
-        return step // interval + sum(map(step.__ge__, self._early))
-
     def gathering_slots(self, interval: int) -> Slots:
         """Return the active layers that gather in each slot."""
         return self.refresh_slots(interval, interval)

@@ -133,7 +133,7 @@ def check_evened(a: Tensor, g: Tensor, momentum: Tensor, direction: Tensor, damp
     found = turned.diagonal()
     assert (turned - found.diag()).abs().max() < 1e-6
     even = s / s.norm()
-    for c1, c3, c5 in products._TOWARDS_ONE:
+    for c1, c3, c5 in products.TOWARDS_ONE:
         even = c1 * even + c3 * even**3 + c5 * even**5
     assert_close(found, even, 1e-6)
     assert ((found - 1).abs() <= EVEN)[s > 0.02 * s.norm()].all()
