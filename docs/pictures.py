@@ -246,7 +246,7 @@ def draw_step(plt: Any) -> None:
         ("report, agree", "core/exchange.py\ncomm/agreement.py", "step()"),
         ("plan", "plan/schedule.py\nplan/routes.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
-        ("directions", "core/exchange.py\ncurvature/rules.py", "step()"),
+        ("directions", "core/plan.py\ncurvature/rules.py", "step()"),
         ("lengths, base", "curvature/lengths.py\noptim/bases.py", "step()"),
     ]
     for place, (title, modules, when) in enumerate(boxes):

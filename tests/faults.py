@@ -205,7 +205,7 @@ FAULTS = (
           ".has_average = True", ".has_average = layer in capture._sums.of_layer",
           "core/test_quiet_steps.py -k expert"),
     Fault("all layers gather in each step", "core/preconditioner.py",
-          "self.capture.arm(None)", "self.capture.arm(layers.values())",
+          "else (None,)))", "else (layers.values(),)))",
           "core/test_quiet_steps.py -k exchange_nothing"),
     Fault("ranks that begin with other weights go on", "core/exchange.py", "if not self.proven:",
           "if False:", "core/test_failures.py -k in_the_first_step"),

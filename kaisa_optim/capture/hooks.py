@@ -222,6 +222,7 @@ class Capture:
             layer.shared, layer.task = self.shared, LEAVE
         self._trainable = [p for layer in layers for p in layer.trainable]
         self._requiring: list[bool] = []  # which of them required gradients when layers were armed
+        self._changed = layers  # who had other parameters frozen then than in its statistics
         # Layers whose uses are looked for in the passes of the next step that gathers, whether a
         # pass since the last reset was searched, and the modules in which uses were found.
         self.sought = {layer for layer in layers if not layer.intercepts()}
@@ -275,9 +276,12 @@ class Capture:
         if not (self.is_armed or self.gathers):
             return  # the fields are as they are to be
         self.wanted, self._missing, self.sample = frozenset(gathering or ()), missing, sample
-        self._requiring = [*map(_requires_grad, self._trainable)]
-        # A layer that was frozen or unfrozen since gathers anew.
-        changed = [x for x in self._layers if x.covers_now() != x.covers] if self.is_armed else []
+        former, self._requiring = self._requiring, [*map(_requires_grad, self._trainable)]
+        # A layer that was frozen or unfrozen since gathers anew. While flags stay, none joins those
+        # that were found to differ from their statistics.
+        if self._requiring != former or self._changed:
+            self._changed = [x for x in self._layers if x.covers_now() != x.covers]
+        changed = self._changed if self.is_armed else []
         trains = [x for x in (*missing, *changed) if any(x.covers_now())]
         due = self.wanted.union(trains)
         self.gathers = bool(due)
