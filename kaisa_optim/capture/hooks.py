@@ -281,8 +281,7 @@ class Capture:
         # that were found to differ from their statistics.
         if self._requiring != former or self._changed:
             self._changed = [x for x in self._layers if x.covers_now() != x.covers]
-        changed = self._changed if self.is_armed else []
-        trains = [x for x in (*missing, *changed) if any(x.covers_now())]
+        trains = [x for x in (*missing, *self._changed) if self.is_armed and any(x.covers_now())]
         due = self.wanted.union(trains)
         self.gathers = bool(due)
         idle = COUNT if due and self._counts else LEAVE

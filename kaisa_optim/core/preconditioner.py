@@ -147,8 +147,7 @@ class Preconditioner(Answers):
 
         ``base`` is the base optimizer's part in it. Return whether ranks exchanged numbers.
         """
-        if groups is None:
-            # Users of kfac-pytorch call it.
+        if groups is None:  # users of kfac-pytorch call it
             raise TypeError(
                 "optimizer.step() calls preconditioner.step() itself; leave out the call"
             )
@@ -231,9 +230,8 @@ class Preconditioner(Answers):
                 with label(PREFIX + "length"):
                     scales = length.finish(terms, plan.whole, numbers)
             elif self.kl_clip is not None:
-                rates = [
-                    rate_of(x) if x["kl_clip_lr"] == "current" else x["kl_clip_lr"] for x in groups
-                ]
+                fixed = [(x, x["kl_clip_lr"]) for x in groups]
+                rates = [rate_of(x) if own == "current" else own for x, own in fixed]
                 scales = plan.clip(terms, self.kl_clip, rates)
         for i, share in enumerate(plan.shares):
             share.deliver(None if scales is None else scales[i])
