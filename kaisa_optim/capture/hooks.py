@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import _get_current_function_mode
+from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
@@ -33,7 +34,7 @@ from ..layers.base import COUNT, GATHER, LEAVE, WHOLE, Layer, Moments, Part, Pas
 from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
 from ..linalg.products import full_precision, without_autocast
-from ..stages import stage
+from ..stages import PREFIX
 from .forward_pass import (
     NUMBERS,
     ForwardPass,
@@ -113,11 +114,11 @@ class Call:
         assert own is not None
         # The parameter that its gradients go to, and that parameter or the sharded one that it
         # stands for. While a layer runs, the whole parameter stands in a sharded one's place.
-        name = layer.names[by_bias]
-        anchor = gathered_in(layer.module, name, own) if is_sharded(own) else own
+        anchor: Tensor | None = own
+        if layer.primary in self.capture.sharded:
+            anchor = gathered_in(layer.module, layer.names[by_bias], own)
         assert anchor is not None
-        self.anchor: Tensor = anchor
-        self.own: Tensor = own
+        self.anchor, self.own = anchor, own
 
 
 class _Hook:
@@ -481,7 +482,7 @@ class Capture:
             return None
         # functional_call or a later parametrization may stand in for the weight.
         weight = layer.weight
-        if weight is not None and is_sharded(weight):
+        if weight is not None and layer in self.sharded:
             substituted = gathered_in(module, layer.names[0], weight) is None
         elif "weight" in module._parameters:
             substituted = module._parameters["weight"] is not weight
@@ -550,7 +551,9 @@ class Capture:
                 return
             layer, covers, device = call.layer, call.covers, grad.device.type
             precision = full_precision(self._precision)
-            with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
+            profiled = torch._C._autograd._profiler_enabled()
+            label = (record_function if profiled else contextlib.nullcontext)(PREFIX + "capture")
+            with self._lock, torch.no_grad(), precision, without_autocast(device), label:
                 if drawing is None:
                     self._reach(call)
                 if call.task < GATHER:

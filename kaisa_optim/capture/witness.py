@@ -133,8 +133,7 @@ class Witness:
             self._later.add(layer)  # earlier calls of this pass were not kept whole
             self.waits = True
         known.add(kind)
-        # A rank's shard of a weight has no gradient of its own calls.
-        if call.task < COMPARE or is_sharded(weight) or not weight.is_leaf:
+        if call.task < COMPARE or not weight.is_leaf:
             return False
         if graph_task() is not None and (layer, 0) not in self._waiting:
             # A reentrant checkpoint: other gradients of this pass may have come before.

@@ -353,9 +353,6 @@ def with_gradient(layers: Iterable[Layer]) -> list[bool]:
     ]
 
 
-# ---- factors ----
-
-
 class _PackedState(NamedTuple):
     """One factor's state as it travels."""
 

@@ -112,7 +112,7 @@ class FactorSums:
             return  # an empty batch has no rows
         sums.drawn |= drawn
         sums.trained |= not drawn
-        device = device_of(layer)
+        device = (layer.bias if layer.weight is None else layer.weight).device  # type: ignore
         if moments.g.device != device:  # a weight that is offloaded lies elsewhere
             unit = None if moments.unit is None else moments.unit.to(device)
             moments = moments._replace(a=moments.a.to(device), g=moments.g.to(device), unit=unit)

@@ -294,7 +294,6 @@ class Layer:
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         """Return why this module can't be covered, or ``None``."""
-        return None
 
     @classmethod
     def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
@@ -303,7 +302,6 @@ class Layer:
         The mode calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of
         these ``layers``, and goes on with the tensor that ``tap`` returns.
         """
-        return None
 
     @property
     def sections(self) -> int:
