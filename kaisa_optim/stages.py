@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,7 +15,6 @@ STAGES = (
 )
 
 _NOTHING = nullcontext()
-T = TypeVar("T")
 
 
 def stage(name: str) -> AbstractContextManager[Any]:

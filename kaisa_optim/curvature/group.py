@@ -208,8 +208,10 @@ class Group:
 
     def common_or_each(self, value_of: Callable[[Layer], float]) -> Tensor | float:
         """Return one number if it is the same for all, else ``[k, 1, 1]``."""
-        number = common_or_each(self.layers, value_of, self.g.key)
-        return number[:, None, None] if isinstance(number, Tensor) else number
+        values = set(map(value_of, self.layers))
+        if len(values) == 1:
+            return values.pop()
+        return per_block(self.layers, value_of, self.g.key)[:, None, None]
 
     # ---- gradients ----
 
@@ -313,17 +315,6 @@ def _zeros(
     }
 
 
-# ---- places in a stack ----
-
-
-def joined(slices: Sequence[slice], device: torch.device) -> slice | Tensor:
-    """Return ascending slices as one where they touch, else as indices."""
-    if all([one.stop == other.start for one, other in itertools.pairwise(slices)]):
-        return slice(slices[0].start, slices[-1].stop)
-    indices = torch.cat([torch.arange(s.start, s.stop, device="cpu") for s in slices])
-    return sent(indices, device)
-
-
 # ---- numbers for each block ----
 
 
@@ -344,14 +335,6 @@ def per_block(
     numbers = torch.tensor(values, dtype=like.dtype, device="cpu")
     repeats = torch.tensor(blocks, device="cpu")
     return sent(numbers.repeat_interleave(repeats), like.device)
-
-
-def common_or_each(
-    layers: Sequence[Layer], value_of: Callable[[Layer], float], like: StackKey
-) -> Tensor | float:
-    """Return one number if it is the same for all, else a tensor with one for each block."""
-    values = set(map(value_of, layers))
-    return values.pop() if len(values) == 1 else per_block(layers, value_of, like)
 
 
 # ---- layers of a kind ----

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ..comm import agreement
 from ..core import reports
@@ -42,7 +41,7 @@ def table() -> str:
 
 
 def separate(
-    title: str, base: type[Optimizer], known: Parameters, given: dict[str, Any]
+    title: str, known: Parameters, given: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the base's keyword arguments and K-FAC's; refuse arguments that neither has.
 

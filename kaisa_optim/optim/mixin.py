@@ -40,10 +40,10 @@ class KFACMixin(Optimizer):
         """Take the base class's arguments, the model in place of its parameters or beside them as
         ``model``, and K-FAC's options by keyword.
         """
-        title, base = type(self).__name__, self._base
+        title = type(self).__name__
         arguments.refuse_zero_redundancy(title)
         known = inspect.signature(super().__init__).parameters
-        theirs, ours = arguments.separate(title, base, known, kwargs)
+        theirs, ours = arguments.separate(title, known, kwargs)
         self._kfac_model, params = arguments.find_model(title, params, model)
         arguments.refuse_misplaced(title, known, args, theirs)
         self._kfac_process_group = ours.pop("process_group", None)
