@@ -89,6 +89,12 @@ def test_there_is_not_more_to_carry():
         assert sums[name] >= (1 - SLACK) * most, f"lower the record of {name} to {sums[name]:,}"
 
 
+def test_one_place_asks_whether_there_are_other_ranks():
+    own = [path for path in FILES if not {"comm", "plan", "tools"} & {*path.parts}]
+    asked = [path.name for path in own if re.search(r"ranks\.world [=<>!]=? ?1", path.read_text())]
+    assert asked == ["preconditioner.py"]
+
+
 def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 

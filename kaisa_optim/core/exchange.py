@@ -38,24 +38,163 @@ _IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
 
-class Status:
-    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
+class Comparison:
+    """Values, gradients and weights that all ranks must have alike; one process compares none."""
 
-    def __init__(self, ranks: Ranks, registry: Registry, options: Options) -> None:
-        self._ranks = ranks
-        self._registry = registry
-        self._verify_every, self._max_failures = options.verify_every, options.max_failures
+    def __init__(self, ranks: Ranks, registry: Registry, verify_every: int | None) -> None:
+        self._ranks, self._registry, self._verify_every = ranks, registry, verify_every
         # Checksums of weights, on their way to the host.
         self._noted: tuple[list[str], refresh.Note] | None = None
         self._codes: dict[str, int] = {}  # checksums that the next exchange compares
+        # Since the last exchange: the layers with a gradient, and the step from which they had one.
+        self._graded: list[tuple[int, list[str]]] = []
+        self._proven = False  # weights and gradients were found alike on all ranks
+
+    def begin(self) -> None:
+        """Start anew after a load: the next step compares weights and gradients."""
+        self._proven = False
+        self._graded.clear()
+
+    def note_gradients(self, number: int) -> None:
+        """Note the layers with a gradient in this step, which ranks compare in the next exchange.
+
+        Steps that gather nothing must not ask: without the notes, weights would part unseen.
+        """
+        layers = self._registry.layers
+        graded = [*itertools.compress(layers, with_gradient(layers.values()))]
+        if not self._graded or self._graded[-1][1] != graded:
+            self._graded.append((number, graded))
+
+    def _whole_weights(self) -> dict[str, Tensor]:
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        named = unwrapped(self._registry.model).named_parameters()
+        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
+
+    def note_weights(self, steps: int) -> None:
+        """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
+        due = self._verify_every and steps % self._verify_every == 0
+        whole = self._whole_weights() if due else {}
+        if whole:
+            names = [f"parameter {name!r} in step {steps}" for name in whole]
+            self._noted = names, refresh.noted(agreement.checksums(whole.values()))
+
+    def checksum(self, common: dict[str, Any]) -> int:
+        """Return a checksum of the values that must be alike, and of all notes."""
+        if self._noted is not None:
+            names, note = self._noted
+            self._codes = dict(zip(names, refresh.read(note), strict=True))
+            self._noted = None
+        return agreement.checksum([common, self._codes, self._graded])
+
+    def check(self, total: StepReport, common: dict[str, Any]) -> None:
+        """Raise if values differ among the ranks, or if a gradient is missing on some."""
+        codes, self._codes = self._codes, {}
+        graded, self._graded = self._graded, []
+        if not agreement.alike(self._ranks.world, total.checksum, total.squares):
+            self._raise_missing(graded, common["steps"])
+            agreement.raise_unlike(
+                self._ranks, codes, "average gradients over all ranks before every step()"
+            )
+            agreement.raise_difference(self._ranks, common, "hyperparameters")
+        if not self._proven:
+            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
+            whole = self._whole_weights()
+            agreement.compare_tensors(
+                self._ranks,
+                {f"parameter {name!r}": p for name, p in whole.items()},
+                "give all ranks the same weights, by DistributedDataParallel or by one seed",
+            )
+            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
+            agreement.compare_tensors(
+                self._ranks,
+                {f"the gradient of {name!r}": x for name, x in gradients.items()},
+                "average gradients over all ranks before step(), or use DistributedDataParallel",
+            )
+            self._proven = True
+
+    def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
+        """Raise an error that names the first layer whose gradient was missing on some ranks."""
+        of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
+        steps = {step for notes in of_ranks for step, _ in notes}
+        first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
+        for step in sorted(step for step in steps if step >= first):
+            present = []
+            for notes in of_ranks:
+                present.append([names for since, names in notes if since <= step][-1])
+            for name in self._registry.layers:
+                without = [rank for rank, names in enumerate(present) if name not in names]
+                if not 0 < len(without) < self._ranks.world:
+                    continue
+                drift = "would drift apart"
+                if step < number:
+                    drift = f"may have drifted apart since step {step}: load an older checkpoint"
+                raise RuntimeError(
+                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
+                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
+                    "a missing one as zero, or use DistributedDataParallel with "
+                    "find_unused_parameters=True"
+                )
+
+    # ---- after a load ----
+
+    def compare_loaded(
+        self, lacks_half_products: bool, momenta: Collection[Tensor]
+    ) -> tuple[list[Layer], list[Layer], list[Layer], bool]:
+        """Agree on loaded states; note missed slots and failures.
+
+        ``momenta`` are the parameters that have one on this rank. Return the layers whose averages
+        some rank lacks; of these, layers whose momenta only some ranks have; layers whose
+        statistics, since the load, only some ranks gathered; and whether some rank lacks products
+        in bfloat16.
+        """
+        registry, world = self._registry, self._ranks.world
+        layers, states = list(registry.layers.values()), list(registry.states.values())
+        missed = [float(state.missed) for state in states]
+        columns: Any = [
+            [state.has_average for state in states],
+            [state.has_state for state in states],
+            missed,
+            [n**2 for n in missed],
+            [state.failures for state in states],
+            [any(p in momenta for p in layer.parameters) for layer in layers],
+            [lacks_half_products] * len(layers),
+        ]
+        numbers = torch.tensor(columns, dtype=torch.float64, device="cpu").flatten()
+        totals = self._ranks.sum_numbers(numbers, "agreeing on a loaded state")
+        *columns, lacking = totals.view(len(columns), -1).tolist()
+        absent, uneven, in_part = list[Layer](), list[Layer](), list[Layer]()
+        for layer, state, averages, with_state, total, squares, failures, kept in zip(
+            layers, states, *columns, strict=True
+        ):
+            if not agreement.alike(world, total, squares):
+                state.missed = 1
+                in_part.append(layer)
+            is_uneven = 0 < kept < world and with_state < world
+            if is_uneven:  # gradient workers would begin with other momenta
+                uneven.append(layer)
+            if averages < world or is_uneven:
+                absent.append(layer)
+                if averages:  # ranks with an average did not gather, but K has their terms
+                    in_part.append(layer)
+            elif with_state < world:
+                state.has_state = False
+            if failures:
+                state.failures = round(failures / world)
+        return absent, uneven, in_part, any(lacking)
+
+
+class Status:
+    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
+
+    def __init__(self, ranks: Ranks, registry: Registry, options: Options, *, alone: bool) -> None:
+        self._ranks, self._registry = ranks, registry
+        self._max_failures = options.max_failures
+        self.comparison = None if alone else Comparison(ranks, registry, options.verify_every)
         self._idle = 0  # steps before any gradient; -1 once there was one
         self.silent = 0  # gathering steps since a layer saw a backward pass
-        # Since the last exchange: the layers with a gradient, and the step from which they had one.
-        self.graded: list[tuple[int, list[str]]] = []
         # The first error since the last exchange, and what it came from.
         self._failure: tuple[Exception, str] | None = None
         self.named: set[Layer] = set()  # layers that a message named as without statistics
-        self.proven = ranks.world == 1  # weights and gradients were found alike on all ranks
 
     # ---- before the step ----
 
@@ -64,7 +203,7 @@ class Status:
 
         If this rank raised the error alone, the other ranks would wait.
         """
-        if self._ranks.world == 1:
+        if self.comparison is None:
             raise error
         self._failure = self._failure or (error, doing)
         text = f"{doing} failed on rank {self._ranks.rank}: {error!r}. All ranks raise this error"
@@ -84,7 +223,7 @@ class Status:
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         with label(PREFIX + "agree"):
             totals = numbers
-            if self._ranks.world > 1:
+            if self.comparison is not None:
                 sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 totals = self._ranks.sum_numbers(sums, f"agreeing on step {number}").tolist()
         start, lists = HEAD, []
@@ -109,18 +248,9 @@ class Status:
     def check(
         self, total: StepReport, common: dict[str, Any], capture: Capture, sums: FactorSums
     ) -> None:
-        """Raise if values differ among the ranks, or if a gradient is missing on some.
-
-        ``common`` are the values that must be alike; one process has none.
-        """
-        codes, self._codes = self._codes, {}
-        graded, self.graded = self.graded, []
-        if common and not agreement.alike(self._ranks.world, total.checksum, total.squares):
-            self._raise_missing(graded, common["steps"])
-            agreement.raise_unlike(
-                self._ranks, codes, "average gradients over all ranks before every step()"
-            )
-            agreement.raise_difference(self._ranks, common, "hyperparameters")
+        """Raise if ranks or passes do not fit together; ``common`` must be alike on all ranks."""
+        if self.comparison is not None:
+            self.comparison.check(total, common)
         if total.drawn and total.trained:
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
@@ -136,54 +266,6 @@ class Status:
             )
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
-        if not self.proven:
-            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
-            whole = self._whole_weights()
-            agreement.compare_tensors(
-                self._ranks,
-                {f"parameter {name!r}": p for name, p in whole.items()},
-                "give all ranks the same weights, by DistributedDataParallel or by one seed",
-            )
-            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
-            agreement.compare_tensors(
-                self._ranks,
-                {f"the gradient of {name!r}": x for name, x in gradients.items()},
-                "average gradients over all ranks before step(), or use DistributedDataParallel",
-            )
-            self.proven = True
-
-    def note_gradients(self, number: int) -> None:
-        """Note the layers with a gradient in this step, which ranks compare in the next exchange.
-
-        Steps that gather nothing must not ask: without the notes, weights would part unseen.
-        """
-        layers = self._registry.layers
-        graded = [*itertools.compress(layers, with_gradient(layers.values()))]
-        if not self.graded or self.graded[-1][1] != graded:
-            self.graded.append((number, graded))
-
-    def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
-        """Raise an error that names the first layer whose gradient was missing on some ranks."""
-        of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
-        steps = {step for notes in of_ranks for step, _ in notes}
-        first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
-        for step in sorted(step for step in steps if step >= first):
-            present = []
-            for notes in of_ranks:
-                present.append([names for since, names in notes if since <= step][-1])
-            for name in self._registry.layers:
-                without = [rank for rank, names in enumerate(present) if name not in names]
-                if not 0 < len(without) < self._ranks.world:
-                    continue
-                drift = "would drift apart"
-                if step < number:
-                    drift = f"may have drifted apart since step {step}: load an older checkpoint"
-                raise RuntimeError(
-                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
-                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
-                    "a missing one as zero, or use DistributedDataParallel with "
-                    "find_unused_parameters=True"
-                )
 
     def note_answers(self, flags: Iterable[float]) -> list[Layer]:
         """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
@@ -273,77 +355,6 @@ class Status:
                 )
         return names
 
-    def _whole_weights(self) -> dict[str, Tensor]:
-        covered = {p for layer in self._registry.active for p in layer.parameters}
-        named = unwrapped(self._registry.model).named_parameters()
-        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
-
-    def note_weights(self, steps: int) -> None:
-        """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
-        if not self._verify_every or steps % self._verify_every:
-            return
-        whole = self._whole_weights()
-        if whole:
-            names = [f"parameter {name!r} in step {steps}" for name in whole]
-            self._noted = names, refresh.noted(agreement.checksums(whole.values()))
-
-    def weights(self) -> dict[str, int]:
-        """Return the checksums that were noted since the last exchange."""
-        if self._noted is not None:
-            names, note = self._noted
-            self._codes = dict(zip(names, refresh.read(note), strict=True))
-            self._noted = None
-        return self._codes
-
-    # ---- after a load ----
-
-    def compare_loaded(
-        self, lacks_half_products: bool, momenta: Collection[Tensor]
-    ) -> tuple[list[Layer], list[Layer], list[Layer], bool]:
-        """Agree on loaded states; note missed slots and failures.
-
-        ``momenta`` are the parameters that have one on this rank. Return the layers whose averages
-        some rank lacks; of these, layers whose momenta only some ranks have; layers whose
-        statistics, since the load, only some ranks gathered; and whether some rank lacks products
-        in bfloat16.
-        """
-        registry, world = self._registry, self._ranks.world
-        layers, states = list(registry.layers.values()), list(registry.states.values())
-        missed = [float(state.missed) for state in states]
-        columns: Any = [
-            [state.has_average for state in states],
-            [state.has_state for state in states],
-            missed,
-            [n**2 for n in missed],
-            [state.failures for state in states],
-            [any(p in momenta for p in layer.parameters) for layer in layers],
-            [lacks_half_products] * len(layers),
-        ]
-        numbers = torch.tensor(columns, dtype=torch.float64, device="cpu").flatten()
-        totals = self._ranks.sum_numbers(numbers, "agreeing on a loaded state")
-        *columns, lacking = totals.view(len(columns), -1).tolist()
-        absent: list[Layer] = []
-        uneven: list[Layer] = []
-        in_part: list[Layer] = []
-        for layer, state, averages, with_state, total, squares, failures, kept in zip(
-            layers, states, *columns, strict=True
-        ):
-            if not agreement.alike(world, total, squares):
-                state.missed = 1
-                in_part.append(layer)
-            is_uneven = 0 < kept < world and with_state < world
-            if is_uneven:  # gradient workers would begin with other momenta
-                uneven.append(layer)
-            if averages < world or is_uneven:
-                absent.append(layer)
-                if averages:  # ranks with an average did not gather, but K has their terms
-                    in_part.append(layer)
-            elif with_state < world:
-                state.has_state = False
-            if failures:
-                state.failures = round(failures / world)
-        return absent, uneven, in_part, any(lacking)
-
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:
     """Return which layers have a gradient: of the weight, of the bias, or of both."""
@@ -375,19 +386,19 @@ class Exchange:
         ranks, total, group_of = self._ranks, plan.total, self._groups.of
         places = [(x, plan.sections[x.number]) for x in layers if x.tied]
         tied = [x for x, at in places if any(total.rows[at]) and any(total.crossed[at])]
-        leveled = tied if ranks.world == 1 else layers
+        leveled = layers if sums.travel else tied
         if sums.units and leveled:
             largest = functools.partial(ranks.reduce_on_device, kind="factors", op="MAX")
             sums.level(leveled, largest)
         if tied:
             sums.mix(tied, plan, functools.partial(ranks.reduce_on_device, kind="factors"))
         arrivals: Iterable[Iterable[tuple[Layer, str, Tensor]]]
-        if ranks.world == 1:
+        if sums.travel:
+            arrivals = self._reduced(sums, layers, plan)
+        else:
             chosen = [(x, side, x.turned) for x in layers for side in "ag"]
             values = zip(chosen, sums.take(chosen, plan), strict=True)
             arrivals = [[(x, side, value) for (x, side, _), value in values]]
-        else:
-            arrivals = self._reduced(sums, layers, plan)
         for arrived in arrivals:
             factors: dict[Any, list[tuple[Layer, Side, Tensor]]] = {}
             for layer, name, value in arrived:

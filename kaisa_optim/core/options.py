@@ -465,14 +465,14 @@ class Hyperparameters:
         sums: FactorSums,
         group_schedules: list[dict[str, Schedule]],
         *,
-        several: bool,
+        alone: bool,
         aim: Callable[[], Callable[[], None] | None],
     ) -> None:
         """Take the options' values; ``aim`` is a weak reference to a function without arguments.
 
         The function is called when a new value changes which layers gather, or which rows. A strong
-        reference would keep a model's tensors until Python looks for circles. ``several`` ranks
-        compare both intervals, in an exchange, before these come into force.
+        reference would keep a model's tensors until Python looks for circles. Ranks that
+        are not ``alone`` compare both intervals, in an exchange, before these come into force.
         """
         self.options = options
         self.sums = sums
@@ -491,8 +491,8 @@ class Hyperparameters:
         self.known: list[Any] | None = None
         self.take_intervals(0)
         # Names of settings with an effect at once; scheduled intervals have one in each step.
-        self._aiming = ("statistics_fraction", *(() if several else _INTERVALS))
-        self.moves = not several and self.pending
+        self._aiming = ("statistics_fraction", *(_INTERVALS if alone else ()))
+        self.moves = alone and self.pending
         self._is_built = True
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -75,21 +75,21 @@ class Preconditioner(Answers):
             device=next((p.device for p in model.parameters()), None),
         )
         self.steps = 0
-        several, scaling = self.ranks.world > 1, options.kaisa_scaling
+        alone = self.ranks.world == 1
         self.rule = rule = make_rule(options, length)
-        rule.half_products = False if several else None  # False: until ranks agree
+        rule.half_products = None if alone else False  # False: until ranks agree
         self.options = options
         self.sums = FactorSums(
-            kaisa_scaling=scaling,
+            kaisa_scaling=options.kaisa_scaling,
             loss_reduction=options.loss_reduction,
-            packed=several,
+            travel=not alone,
             units=rule.scale_free,
         )
         self.hyperparameters = Hyperparameters(
-            options, self.sums, group_schedules, several=several, aim=weakref.WeakMethod(self._aim)
+            options, self.sums, group_schedules, alone=alone, aim=weakref.WeakMethod(self._aim)
         )
         self.registry = Registry(model, options, self.ranks, known)
-        self.status = Status(self.ranks, self.registry, options)
+        self.status = Status(self.ranks, self.registry, options, alone=alone)
         self.groups = Groups(self.registry, self.ranks, rule, options)
         self.exchange = Exchange(self.ranks, self.registry, rule, self.groups)
         self.work = _NO_WORK  # of the last step, on averages and state
@@ -156,14 +156,15 @@ class Preconditioner(Answers):
             self.hyperparameters.read(groups, self.steps)
         own = self.__dict__  # past __setattr__, which checks what users set
         registry, (number, due, _, armed) = self.registry, self.slot
+        comparison = self.status.comparison
         works = self.steps == number
         gathers = works and due is not None
         own["work"] = StepPlan(self.steps) if works else _NO_WORK
         facts = base.facts(self.groups.plan)
         if gathers or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
-        if self.ranks.world > 1:
-            self.status.note_gradients(self.steps)
+        if comparison is not None:
+            comparison.note_gradients(self.steps)
         # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
         # compare frozen layers where they gather, and changes take effect there.
         if gathers:
@@ -195,8 +196,8 @@ class Preconditioner(Answers):
             for stack in plan.stacks:
                 stack.buffer = stack.ahead = None
         own["steps"] += 1
-        if self.ranks.world > 1:
-            self.status.note_weights(self.steps)
+        if comparison is not None:
+            comparison.note_weights(self.steps)
         self.step_count.fill_(self.steps)
         self.sums.of_layer.clear()
         self.sums.passes.clear()
@@ -271,9 +272,8 @@ class Preconditioner(Answers):
     def _agree(self, groups: list[ParamGroup]) -> bool:
         """Agree on the work of this step with all ranks; return False if it does not count."""
         capture, registry, status, work = self.capture, self.registry, self.status, self.work
-        common = self._common(groups) if self.ranks.world > 1 else {}  # else nobody compares
-        report = self._report(common)
-        total = status.exchange(capture, report, self.steps)
+        common = {} if status.comparison is None else self._common(groups)
+        total = status.exchange(capture, report := self._report(common), self.steps)
         status.check(total, common, capture, self.sums)
         if common:  # anew in each exchange: the model may have been moved
             halves = total.lacks_half_products == 0
@@ -331,8 +331,8 @@ class Preconditioner(Answers):
         gradients = with_gradient(layers)
         deferred = [layer for layer in layers if registry.states[layer.name].deferred]
         checksum, lacks_half_products = 0, False
-        if common:
-            checksum = agreement.checksum([common, self.status.weights(), self.status.graded])
+        if self.status.comparison is not None:
+            checksum = self.status.comparison.checksum(common)
             devices = {device for device, _ in self.groups.places}
             lacks_half_products = self.rule.lacks_half_products(devices)
         return StepReport(
@@ -485,10 +485,10 @@ class Preconditioner(Answers):
         try:
             covered = registry.cover(groups, first=not self._is_built)
         except ValueError as problem:
-            if self.ranks.world == 1 or identity is None:
+            if self.status.comparison is None or identity is None:
                 raise
             error = problem
-        if identity is not None and self.ranks.world > 1:
+        if self.status.comparison is not None and identity is not None:
             values = {**identity, **self._common(groups), **self.options.described()}
             values |= reports.described(covered)
             for i, group in enumerate(groups):
@@ -512,7 +512,7 @@ class Preconditioner(Answers):
             precision=self.options.statistics_precision,
             # An error of the backward pass waits for the step: one rank that raised alone would
             # leave the others waiting.
-            keep_errors=self.ranks.world > 1,
+            keep_errors=self.status.comparison is not None,
         )
         if former is not None:  # this may be between a backward pass and its step
             new.resume(former)
@@ -535,21 +535,16 @@ class Preconditioner(Answers):
 
     # ---- loading ----
 
-    def refuse(self, error: Exception) -> None:
-        """Note an error of loading; if only some ranks have one, all raise in the next step."""
-        if self.ranks.world > 1:
-            self.unsettled = [error]
-
     def resume(self, steps: int) -> None:
         """Go on from a loaded step count."""
         self.steps = steps
         self.step_count = torch.tensor(steps, device="cpu")
-        self.unsettled = [None] if self.ranks.world > 1 else []
+        self.unsettled, comparison = [None], self.status.comparison
         for state in self.registry.states.values():  # owners tell what a save had still to tell
-            state.deferred |= not self.unsettled
+            state.deferred |= comparison is None
         self.hyperparameters.take_intervals(self.steps)
-        self.status.proven = self.ranks.world == 1
-        self.status.graded.clear()
+        if comparison is not None:
+            comparison.begin()
         self._aim()
 
     def _forget(self, layers: Collection[Layer]) -> None:
@@ -565,7 +560,9 @@ class Preconditioner(Answers):
 
         Return None if there is nothing to compare.
         """
-        if not self.unsettled:
+        comparison = self.status.comparison
+        if comparison is None or not self.unsettled:
+            self.unsettled = []
             return None
         (refused,) = self.unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
@@ -588,7 +585,7 @@ class Preconditioner(Answers):
         self.unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
         lacks = self.rule.lacks_half_products({device for device, _ in self.groups.places})
-        absent, uneven, in_part, any_lacks = self.status.compare_loaded(lacks, momenta())
+        absent, uneven, in_part, any_lacks = comparison.compare_loaded(lacks, momenta())
         self._forget(absent)  # only some ranks have loaded their numbers
         for layer in in_part:
             self.sums.drop(layer)

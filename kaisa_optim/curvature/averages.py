@@ -83,14 +83,14 @@ def _add(total: Tensor | None, term: Tensor, blocks: int, at: slice, whole: bool
 
 
 class FactorSums:
-    """The sums of all layers; ``packed`` sums are triangles, as they will travel."""
+    """The sums of all layers; those that ``travel`` to factors' owners are packed triangles."""
 
     def __init__(
-        self, *, kaisa_scaling: bool, loss_reduction: str, packed: bool, units: bool
+        self, *, kaisa_scaling: bool, loss_reduction: str, travel: bool, units: bool
     ) -> None:
         self.kaisa_scaling = kaisa_scaling
         self.loss_reduction = loss_reduction
-        self.packed = packed
+        self.travel = travel
         self.units = units  # each sum of G has a unit, which no step needs to know
         self.loss_terms: str | float = "examples"
         self.loss_scale: Callable[[], Tensor | float] | None = None
@@ -128,7 +128,7 @@ class FactorSums:
             moments.a.div_(share)
             moments.g.div_(share)
             count = 1.0
-        if self.packed:
+        if self.travel:
             a, g = [pack(x) if x.dim() == 3 else x for x in (moments.a, moments.g)]
             moments = moments._replace(a=a, g=g)
         if layer.crossed:
@@ -224,7 +224,7 @@ class FactorSums:
             if sums is None or share is None:
                 key = stack_key(layer, side)
                 shape = key.shape(layer.blocks)
-                if self.packed and not key.diagonal:
+                if self.travel and not key.diagonal:
                     shape = (layer.blocks, packed_size(key.size))
                 shares.append(torch.zeros(shape, dtype=key.dtype, device=key.device))
                 continue

@@ -206,13 +206,6 @@ class Group:
         for name, tensor in self.tensors.items():
             yield name, tensor[self.slots[layer]]
 
-    def common_or_each(self, value_of: Callable[[Layer], float]) -> Tensor | float:
-        """Return one number if it is the same for all, else ``[k, 1, 1]``."""
-        values = set(map(value_of, self.layers))
-        if len(values) == 1:
-            return values.pop()
-        return per_block(self.layers, value_of, self.g.key)[:, None, None]
-
     # ---- gradients ----
 
     def place(

@@ -236,7 +236,10 @@ class EigenRule(Rule):
         return products.between(g, projected, None if a is None else a.mT)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
-        damping = group.common_or_each(damping_of)
+        values = {*map(damping_of, group.layers)}
+        damping: Tensor | float = values.pop()
+        if values:  # most often, all are alike
+            damping = per_block(group.layers, damping_of, group.g.key)[:, None, None]
         g, a = self._states(group, "values")
         new.div_(products.damped_product(g, a, damping))
 

@@ -178,7 +178,7 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     different: of plain tensors, torch takes rank 0's alone.
     """
     kfac = optimizer.preconditioner
-    if kfac.ranks.world == 1:
+    if kfac.status.comparison is None:
         return
     for caller in agreement.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
@@ -209,16 +209,6 @@ def warn_of_share(optimizer: KFACMixin) -> None:
             "the state that K-FAC computes from them",
             stacklevel=3,
         )
-
-
-def warn_of_uneven(kfac: Preconditioner, layers: list[Layer]) -> None:
-    """Warn of layers whose momenta begin anew on all ranks."""
-    names = abridged([repr(layer.name) for layer in layers], between=", ")
-    agreement.warn(
-        kfac.ranks,
-        f"only some ranks have loaded the momenta of {names}, which begin anew on all ranks; call "
-        "consolidate_state_dict() before a save, and load the same state on all ranks",
-    )
 
 
 def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
@@ -320,7 +310,8 @@ class Load:
             )
         if missing and not self._fresh:
             refrozen = {layer.name for layer in self.refrozen}.issuperset(missing)
-            share = f", which rank {ranks.rank} keeps" if ranks.world > 1 and not refrozen else ""
+            shared = kfac.status.comparison is not None and not refrozen
+            share = f", which rank {ranks.rank} keeps" if shared else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
             parameters = {p for name in missing for p in registry.layers[name].parameters}
             new = "; where the base steps first, its moments begin anew"

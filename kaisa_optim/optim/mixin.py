@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..comm import agreement
 from ..core.options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
 from ..core.preconditioner import Preconditioner
 from ..errors import FORMER, check_callable, invalid, invalid_because
@@ -262,13 +263,10 @@ class KFACMixin(Optimizer):
         if not isinstance(to, int) or not 0 <= to < ranks.world:
             must = f"it must be a rank of the process group, 0 to {ranks.world - 1}"
             raise invalid("to", to, must)
-        if ranks.world > 1:
-            self._settle_load()
-            momenta = self.momenta()
-            entries = checkpoint.consolidate(
-                self.preconditioner, to, self.base_part.momentum, momenta
-            )
-            self._consolidated = to, entries
+        self._settle_load()
+        momentum, momenta = self.base_part.momentum, self.momenta()
+        entries = checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
+        self._consolidated = to, entries
 
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
@@ -287,7 +285,7 @@ class KFACMixin(Optimizer):
         """
         kfac = self.preconditioner
         whole = self._consolidated is not None and self._consolidated[0] == kfac.ranks.rank
-        if kfac.ranks.world > 1 and not whole:
+        if kfac.status.comparison is not None and not whole:
             raise RuntimeError(
                 "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
                 "all ranks first, and base_state_dict() on that rank"
@@ -308,7 +306,7 @@ class KFACMixin(Optimizer):
             checkpoint.check_form(state_dict, keys=())  # hooks may still add the keys
             super().load_state_dict(state_dict)
         except Exception as error:
-            self.preconditioner.refuse(error)
+            self.preconditioner.unsettled = [error]  # told to other ranks in the next step
             raise
         finally:
             handle.remove()
@@ -335,7 +333,13 @@ class KFACMixin(Optimizer):
         # The load has named refrozen layers; their momenta are where shares keep them.
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
-            checkpoint.warn_of_uneven(self.preconditioner, lost)
+            names = checkpoint.abridged([repr(layer.name) for layer in lost], between=", ")
+            agreement.warn(
+                self.preconditioner.ranks,
+                f"only some ranks have loaded the momenta of {names}, which begin anew on all "
+                "ranks; call consolidate_state_dict() before a save, and load the same state on "
+                "all ranks",
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_process_group is not None:
@@ -394,7 +398,8 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     assert isinstance(optimizer, KFACMixin)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
-    if optimizer.preconditioner.ranks.world > 1:  # each rank's share is saved, or sent, alone
+    status = optimizer.preconditioner.status
+    if status.comparison is not None:  # each rank's share is saved, or sent, alone
         state_dict["state"] = checkpoint.apart(state_dict["state"])
     for index, p in enumerate(parameters):
         if entry := gathered.get(p):
