@@ -56,7 +56,9 @@ def residual(factors: Tensor, damping: Tensor, root: Tensor) -> Tensor:
 
 
 def bar(condition: float, by_products: bool) -> float:
-    return 0.05 if condition > 1e4 and by_products else 1e-3
+    if by_products:
+        return 0.05 if condition > 1e4 else 1e-3
+    return 0.02  # by eigenvectors in float32, or in float64 where these would leave more
 
 
 stacks = st.lists(
@@ -107,7 +109,7 @@ def test_both_paths_agree_on_larger_factors(kind, n, condition):
         assert good.all()
         assert off(root.double(), damped) <= bar(condition, by_products)
     (one, _), (other, _) = both
-    assert (one - other).norm() <= (1e-4 if condition <= 1e4 else 3e-3) * one.norm()
+    assert (one - other).norm() <= 3e-3 * one.norm()
 
 
 @paths
