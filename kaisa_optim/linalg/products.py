@@ -125,7 +125,7 @@ _NARROW = 64
 
 
 def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
-    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products.
+    """Return about U Vᵀ of M = U S Vᵀ, ``[k, g, a]``; ``in_half`` by bfloat16 products, and in it.
 
     Products alone make the singular values nearly equal, but for values below 0.02 of M's norm
     (0.005 where the smaller side is above 256). Squares of M's numbers must be numbers of its
@@ -158,7 +158,6 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
             gram = torch.bmm(x, x.mT)
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, polynomial, x, beta=a, alpha=1)
-        x = x.to(wide.dtype)
     return x.mT if rows > columns else x
 
 
@@ -192,6 +191,9 @@ _OF_ROOTS: tuple[Polynomial, ...] = (
 # Largest singular value at the start. Polynomials soon leave all bounds beyond 1.001.
 _ROOTS_BELOW_ONE = 0.999
 _TOLERATED = 0.1  # largest residual of good roots
+_ROUGH = (
+    0.003  # residual that float32 may leave, by an estimate; up to five times as large was seen
+)
 WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
@@ -218,9 +220,9 @@ def inverse_root(
     S F̂ S - I is large.
 
     By default, CPUs find roots by eigenvectors, and other devices by products alone
-    (``by_products``), so that the host does not wait. In float32, the spectral norm of S F̂ S - I is
-    below 1e-3 for condition numbers of F̂ up to 1e4; up to 1e6, products leave at most 0.05, and
-    eigenvectors 1e-3. Multiply in full precision.
+    (``by_products``), so that the host does not wait. For float32 factors, the spectral norm of
+    S F̂ S - I is below 1e-3 by products for condition numbers of F̂ up to 1e4, below 0.05 up to 1e6;
+    by eigenvectors below 0.02. Multiply in full precision.
     """
     damped = _damped(factors, damping, diagonal=diagonal)
     if diagonal or factors.shape[-1] == 1:
@@ -229,17 +231,31 @@ def inverse_root(
     on_cpu, dtype = factors.device.type == "cpu", factors.dtype
     if by_products or (by_products is None and not on_cpu):
         return _by_products(damped, dtype)
-    fine = damped.isfinite().flatten(1).all(1)
-    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
-    try:  # the solver would stop for all factors at one that is not finite
-        values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
+    # Float32 takes half the time, but errors of eigenvalues are some 1e-7 of the largest one: too
+    # much for small ones where the norm is large beside the damping.
+    norms = damped.flatten(1).norm(dim=1)
+    rough = norms * torch.finfo(torch.float32).eps <= _ROUGH * damping
+    roots, good = torch.empty_like(factors), torch.empty_like(rough)
+    try:
+        if rough.all():  # most often, and without copies
+            return _by_eigenvectors(damped.to(dtype), dtype)
+        for chosen, exact in ((rough, dtype), (~rough, damped.dtype)):
+            if chosen.any():
+                roots[chosen], good[chosen] = _by_eigenvectors(damped[chosen].to(exact), dtype)
     except LinAlgError:
         return _by_products(damped, dtype)
+    return roots, good
+
+
+def _by_eigenvectors(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return inverse roots and flags, by eigenvectors in the dtype of the ``damped`` factors."""
+    fine = damped.isfinite().flatten(1).all(1)
+    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
+    # The solver would stop for all factors at one that is not finite.
+    values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
     values.masked_fill_(fine.logical_not()[:, None], torch.nan)
     # Rounded roots have a residual of about eps times the root of the condition number.
     good = values[:, 0] > (torch.finfo(dtype).eps / _TOLERATED) ** 2 * values[:, -1]
-    # Float32 products would leave a residual above 1e-3 where the condition number is 1e6. In
-    # float32, errors of eigenvalues are some 1e-7 of the largest one: too much for small ones.
     root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT).to(dtype)
     return (root + root.mT) / 2, good
 
