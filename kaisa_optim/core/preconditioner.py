@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -257,15 +256,15 @@ class Preconditioner(Answers):
                 share.terms = torch.cat(terms) if self.groups.sizes.terms else none
                 return
             # Squares of tiny and of huge numbers would be zero or infinite.
-            peaks = norms_of(matrices, math.inf)
-            peaks = torch.where(peaks == 0, 1.0, peaks)
-            torch._foreach_div_(matrices, list(peaks[:, None, None].split(share.sizes)))
+            means = norms_of(matrices, 1).div_(share.numels)
+            means = torch.where(means == 0, 1.0, means)
+            torch._foreach_div_(matrices, list(means[:, None, None].split(share.sizes)))
             # Polynomials need full precision, unless a device multiplies them in bfloat16.
             halves = share.groups[0].in_half and share.like.device.type != "cpu"
             with nullcontext() if halves else full_precision():
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
             with label(PREFIX + "length"):
-                share.terms = rule.length.give(share, matrices, peaks, base)
+                share.terms = rule.length.give(share, matrices, means, base)
 
     # ---- the plan ----
 

@@ -83,7 +83,8 @@ class Share:
         self.numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
         self._pairs = [*dict.fromkeys(zip(*self.numbers, strict=True))]
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in self.layers}
-        self.roots = per_block(self.layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
+        self.numels = per_block(self.layers, lambda x: math.prod(sides[x]), self.like)
+        self.roots = self.numels.sqrt()
         # Steps up to this root mean square have no limit: those of vectors are all free.
         self.free = per_block(self.layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
         self._last: dict[str, tuple[list[Any], Tensor]] = {}
@@ -209,10 +210,10 @@ class Length(ABC):
     specs: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
-    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
         """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``.
 
-        ``momenta`` are divided by their largest absolute values, ``peaks``.
+        ``momenta`` are divided by the ``means`` of their absolute values, which are 1 for zeros.
         """
 
     def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
@@ -237,7 +238,7 @@ class AdamLength(Length):
     measures = "squares"
     specs = (SQUARE_SUM,)
 
-    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
         # A layer's first parameter, its weight, has the settings of the layer.
         settings = [base.settings[i] for i in share.weights]
         adam: AdamSettings = settings[0]
@@ -257,13 +258,16 @@ class AdamLength(Length):
         rate, shares = share.rates(base.rates)
         units, norms, along = _along(share, momenta, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
-        falling = momenta if shares is None else _in_last(momenta, shares.sqrt())
-        both = norms_of(falling, 1).mul_(norms if shares is None else norms_of(falling, 2))
-        fall = both.mul_(peaks) / adam.rest1
+        if shares is None:  # the mean absolute value is 1, or the norm 0
+            both = norms * share.numels
+        else:
+            falling = _in_last(momenta, shares.sqrt())
+            both = norms_of(falling, 1).mul_(norms_of(falling, 2))
+        fall = both.mul_(means) / adam.rest1
         fall /= deviation
         scales = _limited(fall / along, share, rate, taken=False) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return peaks.new_empty(len(peaks), 0)
+        return means.new_empty(len(means), 0)
 
 
 class FallLength(Length):
@@ -271,20 +275,20 @@ class FallLength(Length):
 
     measures = "sums"
 
-    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
         rate, shares = share.rates(base.rates)
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
             # Weights at rate 0 rest: the fall is left to their biases.
-            moves = torch.ones_like(peaks) * rate != 0
+            moves = torch.ones_like(means) * rate != 0
             for stacks in (share.directions, momenta):
                 for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
                     stack[..., :-1] *= part[:, None, None]
         units, _, along = _along(share, momenta, None)
-        scales = share.measured.clamp(min=0) / along.mul_(peaks)
+        scales = share.measured.clamp(min=0) / along.mul_(means)
         scales = _limited(scales, share, rate, taken=True) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return peaks.new_empty(len(peaks), 0)
+        return means.new_empty(len(means), 0)
 
 
 class SGDLength(Length):
@@ -296,16 +300,16 @@ class SGDLength(Length):
 
     terms = 5
 
-    def give(self, share: Share, momenta: list[Tensor], peaks: Tensor, base: BaseNumbers) -> Tensor:
+    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
         rate, shares = share.rates(base.rates)
         units, norms, along = _along(share, momenta, shares, apart=True)
         # Blocks at rest do not shorten the others' steps.
-        along = torch.where(norms > 0, along.mul_(peaks), 0.0)
-        whole = norms.mul_(peaks).square_()
+        along = torch.where(norms > 0, along.mul_(means), 0.0)
+        whole = norms.mul_(means).square_()
         squares = last = torch.zeros_like(whole)
         if shares is not None:
-            squares = _dots_of_last(momenta, momenta).mul_(peaks).mul_(peaks)
-            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(peaks)
+            squares = _dots_of_last(momenta, momenta).mul_(means).mul_(means)
+            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(means)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         # SGD steps along a momentum of any length.
@@ -366,7 +370,7 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 def _along(
     share: Share, momenta: list[Tensor], shares: Tensor | None, *, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's peaks, each ``[blocks]``.
+    """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's means, each ``[blocks]``.
 
     Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
     0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part, unless it is told
