@@ -54,10 +54,29 @@ def second_moment(
         # Beside products of rounded rows, sums of exact rows could make an indefinite moment.
         if append_one and (rows.numel() <= _FEW or lowered()):
             rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
-        moment = torch.bmm(rows.mT, rows)
-    if append_one:
-        moment = bordered(moment, rows.sum(1, dtype=dtype), count)
+        moment = _squared(rows)
+    return bordered(moment, rows.sum(1, dtype=dtype), count) if append_one else moment
+
+
+def _squared(rows: Tensor) -> Tensor:
+    """Return Σ r rᵀ; on CPUs, where products are wide, by the blocks under the diagonal alone."""
+    blocks = _blocks(rows)
+    if len(blocks) == 1:
+        return torch.bmm(rows.mT, rows)
+    moment = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
+    for start, stop in blocks:
+        own, before = rows[:, :, start:stop], rows[:, :, :stop]
+        torch.bmm(own.mT, before, out=moment[:, start:stop, :stop])
     return symmetric(moment)
+
+
+def _blocks(matrices: Tensor) -> list[tuple[int, int]]:
+    """Return starts and ends of the blocks of columns in which symmetric matrices are made."""
+    n = matrices.shape[2]
+    if n < _WIDE or matrices.device.type != "cpu":
+        return [(0, n)]
+    step = -(-n // (_PARTS * _ALIGNED)) * _ALIGNED
+    return [(start, min(n, start + step)) for start in range(0, n, step)]
 
 
 def takes_halves(rows: Tensor) -> bool:
@@ -97,12 +116,7 @@ def symmetric(matrices: Tensor) -> Tensor:
     It matters for wide products on CPUs, where rounding may differ between the halves. Solvers read
     one half alone, but products read both.
     """
-    last = matrices.shape[1] - 1
-    if last + 1 < _WIDE or matrices.device.type != "cpu":
-        return matrices
-    step = -(-last // (_PARTS * _ALIGNED)) * _ALIGNED
-    for start in range(step, last, step):
-        stop = last + 1 if start + step >= last else start + step
+    for start, stop in _blocks(matrices)[1:]:
         matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
     return matrices
 
