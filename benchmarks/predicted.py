@@ -39,7 +39,7 @@ FRACTIONS: dict[str, dict[str, Any]] = {
     "1/2": {"grad_worker_fraction": 0.5},
     "opt": {"assignment": "opt"},
 }
-EARLY, STEPS = 26, 20  # steps before, and one interval of refreshes, none of them early
+EARLY, STEPS = 41, 20  # steps before, and one interval of refreshes, none of them early
 
 
 class Attention(nn.Module):
@@ -101,7 +101,7 @@ def measured(store: str, rank: int) -> dict[str, Any]:
         for fraction, options in FRACTIONS.items():
             torch.manual_seed(0)
             model, x = make(), batch()
-            optimizer = KFACAdam(model, lr=1e-3, **options)
+            optimizer = KFACAdam(model, lr=1e-3, inv_update_steps=STEPS, **options)
             taken = 0.0
             for step in range(EARLY + STEPS):
                 start = time.process_time()
@@ -160,8 +160,9 @@ def run() -> dict[str, Any]:
 def _compared(profile: Path, ranks: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield predicted and measured milliseconds of each model and fraction."""
     for name, (make, batch) in MODELS.items():
+        how: Any = {"lr": 1e-3, "inv_update_steps": STEPS}
         for fraction, options in FRACTIONS.items():
-            found = plan(make(), RANKS, batch=batch(), device=str(profile), lr=1e-3, **options)
+            found = plan(make(), RANKS, batch=batch(), device=str(profile), **how, **options)
             assert found.best is not None
             seen = max(rank[f"{name}, {fraction}"] for rank in ranks)
             mean = found.best.times.mean

@@ -96,7 +96,9 @@ def plot_bytes(plt: Any) -> None:
     for kind, scheme, colour in ((0, "ours", OURS), (1, "papers", OTHERS)):
         points = []
         for name in traffic.STRATEGIES:
-            found = traffic.schemes("BERT-Large", name, 64, *traffic.INTERVALS[0])[scheme]
+            found = traffic.schemes("BERT-Large", name, 64, traffic.GATHERED, traffic.REFRESHED)[
+                scheme
+            ]
             keeps = fullest("BERT-Large", name)[kind]
             points.append((traffic.mean(found) / 1e9, keeps / 1e9))
         label = "kaisa_optim" if kind == 0 else "the papers' scheme"

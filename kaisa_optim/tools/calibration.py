@@ -197,7 +197,7 @@ def _host(copies: int, device: str) -> float:
     x = torch.ones(4, max(_SMALL_SIDES), device=device)
     taken: list[float] = []
     with torch.enable_grad():
-        for _ in range(80):  # the early refreshes end with step 50
+        for _ in range(80):  # most of them are quiet
             optimizer.zero_grad()
             net(x).backward()
             start = time.perf_counter()

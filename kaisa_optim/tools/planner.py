@@ -108,7 +108,7 @@ class Plan(Choice):
             "allocator's rounding are not in them",
             f"times are {self.basis} by the profile {profile.name!r}: {profile.title}",
             f"statistics every {case.intervals[0]}, refreshes every {case.intervals[1]} steps; "
-            "early refreshes, in the first 50 steps, are not in the means",
+            "early refreshes, in the first 160 steps, are not in the means",
             "ranks hold copies of the model and average gradients, while the backward pass runs",
         ]
         if not case.passes.operations:

@@ -33,7 +33,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 def early(*steps: int) -> Any:
     """Let optimizers that are built under it refresh everything in these steps, too."""
-    return mock.patch.multiple(options, EARLY=steps, _SELDOM=0)
+    return mock.patch.object(options, "EARLY", steps)
 
 
 # Statistics and second-order state anew in every step.

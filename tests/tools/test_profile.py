@@ -61,7 +61,7 @@ def test_the_interval_by_default_has_no_early_refresh(monkeypatch):
 
     monkeypatch.setattr(profiles, "_timed", timed)
     profile(nn.Linear(3, 2), torch.randn(4, 3), optimizer=KFACSGD, lr=0.1)
-    assert begun == [0, 50]  # the last early refresh is in step 50, behind this one
+    assert begun == [0, 160]  # the last early refresh is in step 160, behind this one
 
 
 def test_a_model_on_the_meta_device_is_filled():
