@@ -1,0 +1,274 @@
+"""The recipe for CPUs of nanoGPT (Karpathy, 2022), unchanged but for the optimizer.
+
+    python -m benchmarks.nanogpt --data FOLDER [--only KFACAdam Muon] [--seeds 3]
+
+Tiny Shakespeare by characters: 4 layers, 128 wide, passages of 64, 12 a step, 2,000 steps, no
+dropout, gradients clipped at 1, a warm-up of 100 steps and a cosine to a tenth of the rate. Its
+authors publish a validation loss of 1.88 by AdamW. Everyone is tuned on a grid of rates with the
+first seed; who is best at the end trains with the other seeds, too. Runs that are done are kept in
+a file, and a command that is started again goes on from there. Seconds are those that one thread
+computes, without the measurements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from benchmarks.convergence.search import now
+from benchmarks.data import characters
+from benchmarks.machine import describe
+from benchmarks.muon import hidden_and_rest
+from kaisa_optim import KFACSGD, KFACAdam
+
+LAYERS, HEADS, LENGTH, BATCH, STEPS = 4, 4, 64, 12, 2000
+TARGET = 1.88  # the loss that nanoGPT's authors publish for this recipe
+EVERY = 50  # steps between two measurements
+HELD = 512  # passages that the loss is measured on
+OWN_RATE = 0.001  # nanoGPT's, for AdamW
+
+
+class Block(nn.Module):
+    """Attention and two products, each beside a residual path, with norms before them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.widen = nn.Linear(width, 4 * width, bias=False)
+        self.narrow = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(F.gelu(self.widen(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """GPT-2 without biases, its head tied to the words."""
+
+    def __init__(self, vocabulary: int, width: int = 128) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.words.weight
+        for name, p in self.named_parameters():
+            if p.dim() > 1:
+                ends = name.endswith(("out.weight", "narrow.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * LAYERS) if ends else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
+def _adamw(model: nn.Module, lr: float) -> list[Optimizer]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [{"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": 0.1}, *vectors]
+    return [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.99))]
+
+
+def _muon(model: nn.Module, lr: float) -> list[Optimizer]:
+    hidden, rest = hidden_and_rest(model)
+    others = torch.optim.AdamW(rest, lr=OWN_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    muon: Any = torch.optim.Muon
+    return [muon(hidden, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"), others]
+
+
+def _soap(model: nn.Module, lr: float) -> list[Optimizer]:
+    from pytorch_optimizer import SOAP
+
+    how: Any = {"betas": (0.9, 0.99), "weight_decay": 0.0, "precondition_frequency": 10}
+    return [SOAP(model.parameters(), lr=lr, **how)]
+
+
+CONTESTANTS: dict[str, tuple[Callable[[nn.Module, float], list[Optimizer]], list[float]]] = {
+    "AdamW": (_adamw, [0.001, 0.003, 0.01, 0.03]),
+    "Muon": (_muon, [0.002, 0.005, 0.01, 0.03]),
+    "SOAP": (_soap, [0.001, 0.003, 0.01, 0.03]),
+    "KFACAdam": (
+        lambda model, lr: [KFACAdam(model, lr=lr, betas=(0.9, 0.99))],
+        [0.002, 0.005, 0.01, 0.03],
+    ),
+    "SGD": (
+        lambda model, lr: [torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)],
+        [0.03, 0.1, 0.3, 1.0],
+    ),
+    "KFACSGD": (
+        lambda model, lr: [KFACSGD(model, lr=lr, momentum=0.9)],
+        [0.03, 0.1, 0.3, 1.0],
+    ),
+}
+
+
+class Training:
+    """A network on its way through the recipe."""
+
+    def __init__(
+        self, name: str, lr: float, seed: int, text: Tensor, steps: int, width: int = 128
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model = GPT(int(text.max()) + 1, width)
+        build, _ = CONTESTANTS[name]
+        self.optimizers = build(self.model, lr)
+        self.rates = [(g, g["lr"]) for x in self.optimizers for g in x.param_groups]
+        self.passages = passages(text, torch.Generator().manual_seed(1000 + seed))
+        self.steps, self.taken = steps, 0
+
+    def backward(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss_of(self.model, next(self.passages)).backward()
+
+    def apply(self) -> None:
+        share = share_of_rate(self.taken, self.steps)
+        for group, peak in self.rates:
+            group["lr"] = peak * share
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.taken += 1
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    if step < 100:
+        return (step + 1) / 101
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 100) / max(1, steps - 100)))
+
+
+def passages(text: Tensor, generator: torch.Generator, size: int = BATCH) -> Iterator[Tensor]:
+    """Yield so many passages of one character more than the network sees, without end."""
+    while True:
+        starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
+        yield text[starts + torch.arange(LENGTH + 1)]
+
+
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def measure(model: nn.Module, rows: Tensor) -> float:
+    with torch.no_grad():
+        return statistics.fmean(loss_of(model, part).item() for part in rows.split(64))
+
+
+def train(name: str, lr: float, seed: int, steps: int, text: Tensor) -> dict[str, Any]:
+    """Return the curve of a run: steps, seconds, and the loss on the last tenth of the text."""
+    cut = len(text) * 9 // 10
+    training = Training(name, lr, seed, text[:cut], steps)
+    held = next(passages(text[cut:], torch.Generator().manual_seed(0), HELD))
+    curve: list[tuple[int, float, float]] = []
+    seconds, start = 0.0, now("cpu")
+    for step in range(1, steps + 1):
+        training.backward()
+        training.apply()
+        if step % EVERY == 0:
+            seconds += now("cpu") - start
+            curve.append((step, seconds, measure(training.model, held)))
+            if not curve[-1][2] < 10:
+                break
+            start = now("cpu")
+    return {"name": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve}
+
+
+class Runs:
+    """Runs that are done, in a file."""
+
+    def __init__(self, path: Path, text: Tensor, steps: int) -> None:
+        self.path, self.text, self.steps = path, text, steps
+        self.done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+
+    def get(self, name: str, lr: float, seed: int, longer: float = 1) -> dict[str, Any]:
+        steps = round(longer * self.steps)
+        key = {"name": name, "lr": lr, "seed": seed, "steps": steps}
+        for run in self.done:
+            if all(run[field] == value for field, value in key.items()):
+                return run
+        run = train(name, lr, seed, steps, self.text)
+        self.done.append(run)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.done) + "\n")
+        print(
+            f"{name} at {lr}, seed {seed}: {last(run):.4f}, to {TARGET}: {reached(run)}", flush=True
+        )
+        return run
+
+
+def last(run: dict[str, Any]) -> float:
+    return run["curve"][-1][2] if run["curve"][-1][0] == run["steps"] else math.inf
+
+
+def reached(run: dict[str, Any]) -> tuple[int, float] | None:
+    """Return the steps and seconds to nanoGPT's loss, at the measurement that first met it."""
+    met = ((step, seconds) for step, seconds, loss in run["curve"] if loss <= TARGET)
+    return next(met, None)
+
+
+def row(runs: list[dict[str, Any]], base: float) -> dict[str, Any]:
+    """Return the means over seeds; a step's cost over the ``base`` in milliseconds."""
+    parts = [round(part * len(runs[0]["curve"]) / 4) - 1 for part in (1, 2, 3, 4)]
+    means = [statistics.fmean(run["curve"][i][2] for run in runs) for i in parts]
+    ms = statistics.fmean(1e3 * run["curve"][-1][1] / run["curve"][-1][0] for run in runs)
+    met = [one for run in runs if (one := reached(run)) is not None]
+    found: dict[str, Any] = {"optimizer": runs[0]["name"], "lr": runs[0]["lr"]}
+    found |= {"steps": runs[0]["steps"], "seeds": len(runs), "losses": [round(x, 4) for x in means]}
+    found |= {"last losses": [round(last(run), 4) for run in runs], "ms per step": round(ms, 1)}
+    found["of a step"] = round(ms / base, 3) if base else None
+    if len(met) == len(runs):
+        steps, seconds = (statistics.fmean(part) for part in zip(*met, strict=True))
+        found |= {"steps to the target": steps, "seconds to the target": round(seconds, 1)}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/nanogpt.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    text, _ = characters(options.data)
+    runs = Runs(options.out.with_name(f"{options.out.stem}_runs.json"), text, options.steps)
+    best = {}
+    for name in options.only:
+        grid = [runs.get(name, lr, 0) for lr in CONTESTANTS[name][1]]
+        best[name] = min(grid, key=last)["lr"]
+    asked = [(name, lr, 1.0) for name, lr in best.items()]
+    if "AdamW" in best:
+        asked += [("AdamW", OWN_RATE, 1.0), ("AdamW", best["AdamW"], 1.5)]
+    # Seeds take turns, so that a machine that slows down slows all of them.
+    seeds = range(options.seeds)
+    found: dict[Any, list[dict[str, Any]]] = {one: [] for one in asked}
+    for seed in seeds:
+        for name, lr, longer in found:
+            found[name, lr, longer].append(runs.get(name, lr, seed, longer))
+    bases = [row(each, 0)["ms per step"] for one, each in found.items() if one[0] == "AdamW"]
+    base = statistics.fmean(bases) if bases else 0.0
+    rows = [row(each, base) for each in found.values()]
+    result = {"machine": describe("cpu"), "target": TARGET, "rows": rows}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for one in rows:
+        print(one)
+
+
+if __name__ == "__main__":
+    main()
