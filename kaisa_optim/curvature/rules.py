@@ -270,7 +270,7 @@ class StoredProductRule(EigenRule):
 _KEPT = 0.8
 
 _LARGEST = 1e9  # in a root: its entries are at most 1 / √λ
-# The least λ at which roots are multiplied in bfloat16: rounding errors are alike in directions, and
+# The least λ at which roots are multiplied in bfloat16. Rounding errors have no direction, and
 # roots enlarge those of small eigenvalues. At 0.01, the cosine to exact directions is 0.997 where
 # eigenvalues fall as i⁻⁴, at 1e-4 of 0.86.
 LEAST_ROUNDED = 0.01
