@@ -46,10 +46,8 @@ def _versions(*names: str) -> dict[str, str]:
     return found
 
 
-def peak_mb(device: str = "cpu") -> float:
-    """The most memory that this process has had; on CUDA, that tensors have taken."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
+def peak_mb() -> float:
+    """The most memory that this process has had."""
     # Not getrusage: its peak begins with the parent's.
     status = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in status if line.startswith("VmHWM")]

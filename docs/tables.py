@@ -254,22 +254,6 @@ def masked() -> str:
     return traffic.table(head, rows)
 
 
-def memory_limit() -> str:
-    found = kept("fixed_memory_resnet8_950")
-    batches = {row["optimizer"]: str(row["batch"]) for row in found["batches"]}
-    seconds = {
-        x["optimizer"]: f"{x['of_its_seconds']:.2f}"
-        for x in found["to the baseline's loss"]
-        if x["baseline"] == "AdamW" and x["of_its_seconds"]
-    }
-    rows = []
-    for row in found["final"]:
-        name = row["optimizer"]
-        if name != "SGD":  # at momentum 0.99: its momentum has to be searched anew
-            rows.append([name, batches[name], f"{row['loss']:.3f}", seconds.get(name, "")])
-    return traffic.table(["optimizer", "batch", "last loss", "seconds to AdamW's loss"], rows)
-
-
 # ---- time of a step ----
 
 
@@ -376,7 +360,6 @@ TABLES = {
         "rates": rates,
         "rates of SGD": rates_of_sgd,
         "masked": masked,
-        "memory": memory_limit,
         "findings": findings,
     },
     ROOT / "docs/guides/memory.md": {"calculator": calculator},

@@ -52,25 +52,17 @@ PRESETS: dict[str, Defaults] = {
         "KFACLAMB": {"lr": 4e-3, "ends_lr": None, **_KFAC},
     },
 }
-TINY = {
-    **{"width": 32, "layers": 1, "heads": 2, "words": 200},
-    **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
+SMOKE: Defaults = {
+    "all": {
+        **{"width": 32, "layers": 1, "heads": 2, "words": 200, "length": 32},
+        **{"batch": 4, "steps": 4, "every": 2, "save_every": 2},
+    }
 }
-SMOKE: Defaults = {"all": {**TINY, "length": 32}}
 IGNORED = -100  # cross_entropy's own sign for a token outside of the loss
 HELD = 8  # batches that the loss is measured on
 
 
-def of_network(parser: argparse.ArgumentParser, warm: float) -> None:
-    """Add the arguments of both phases and of fine-tuning."""
-    for name, number in SMALL.items():
-        parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--warm", type=float, default=warm, help="share of steps that warm up")
-    parser.add_argument("--vocab", type=Path, help="vocab.txt of BERT's, or of the run before")
-    parser.add_argument("--weights", type=Path, help="checkpoint of the run before")
-
-
-def config(options: argparse.Namespace, tokenizer: Any, **more: Any) -> BertConfig:
+def config(options: argparse.Namespace, tokenizer: Any) -> BertConfig:
     """Return the network's sizes; the vocabulary is rounded up to a multiple of 8."""
     return BertConfig(
         vocab_size=-(-tokenizer.get_vocab_size() // 8) * 8,
@@ -78,13 +70,16 @@ def config(options: argparse.Namespace, tokenizer: Any, **more: Any) -> BertConf
         num_hidden_layers=options.layers,
         num_attention_heads=options.heads,
         intermediate_size=4 * options.width,
-        **more,
     )
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(optimizer="LAMB")
-    of_network(parser, warm=0.05)
+    for name, number in SMALL.items():
+        parser.add_argument(f"--{name}", type=int, default=number)
+    parser.add_argument("--warm", type=float, default=0.05, help="share of steps that warm up")
+    parser.add_argument("--vocab", type=Path, help="vocab.txt of BERT's, or of the run before")
+    parser.add_argument("--weights", type=Path, help="checkpoint of the run before")
     parser.add_argument("--ends-lr", type=float, help="of embeddings, heads, norms and biases")
     parser.add_argument("--text", default="wikitext*.txt", help="pattern of the text files")
 
@@ -143,12 +138,6 @@ class Passages:
         return torch.where(chosen, shown, rows), kinds, labels, (~follows).long()
 
 
-def weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights in another run's checkpoint."""
-    kept: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")["model"]
-    return kept
-
-
 def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     tokenizer = vocabulary(options, ranks)
     data = stream(tokenizer, options)
@@ -157,7 +146,8 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     torch.manual_seed(options.seed)
     model = Pretraining(config(options, tokenizer))
     if options.weights is not None:
-        model.load_state_dict(weights(options.weights))
+        kept = torch.load(options.weights, weights_only=True, map_location="cpu")
+        model.load_state_dict(kept["model"])
     fixed = held(HELD * options.batch, seeded(0))
 
     def batches(step: int) -> Iterator[Example]:

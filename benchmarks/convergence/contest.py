@@ -26,7 +26,7 @@ PARTS = (1.0, 0.9, 0.85, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0
 
 @dataclass(frozen=True)
 class Entry:
-    """Who trains what; tasks of one contest have the same data, and may have other batches."""
+    """Who trains what; tasks of one contest have the same data."""
 
     one: Contestant
     task: Task

@@ -384,13 +384,6 @@ def _guessed(out: Tensor, target: Tensor) -> Tensor:
     return (out.argmax(-1) == target)[target != _IGNORED].float().mean()
 
 
-# Tasks at a batch of any size, and their own sizes and horizons.
-SIZED: dict[str, tuple[Callable[[int, int], Task], int, int]] = {
-    "fashion": (fashion, 256, 1000),
-    "resnet8": (resnet8, 256, 3 * (20_000 // 256)),
-    "unet": (unet, 8, 120),
-}
-
 TASKS = {
     task.name: task
     for task in (

@@ -24,11 +24,10 @@ from benchmarks.applications import arguments, cifar, common, shards
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "workloads"
-OTHER_PAGES = {"squad": "bert", "membranes": "unet"}  # the others are named as their result
+OTHER_PAGES = {"membranes": "unet"}  # the others are named as their result
 SCORES = {"maskrcnn": "mask_ap"}
 NEEDS = {
     "bert": ("transformers", "tokenizers"),
-    "squad": ("transformers", "tokenizers"),
     "imagenet": ("torchvision",),
     "maskrcnn": ("torchvision", "pycocotools"),
 }
@@ -40,7 +39,6 @@ SMOKES = [
     ("gpt", "Muon"),
     ("bert", "LAMB"),
     ("bert", "KFACLAMB"),
-    ("squad", "KFACAdam"),
     ("imagenet", "KFACSGD"),
     ("maskrcnn", "KFACSGD"),
 ]
@@ -237,13 +235,6 @@ def test_a_preset_has_the_papers_rates_and_other_runs_a_cosine():
     assert rate("--preset", "paper") == (2, 4.0, pytest.approx([0.25, 1, 0.1, 0.1]))
     steps, lr, (first, *_, last) = rate("--epochs", "20")
     assert (steps, lr) == (2, 1.0) and first > 0.3 and last == pytest.approx(0)
-
-
-def test_exact_match_and_f1():
-    squad = application("squad")
-    assert squad.scores("The Cat!", ["cat", "a dog"]) == (1.0, 1.0)
-    assert squad.scores("black cat sat", ["a cat", "black cat"]) == (0.0, pytest.approx(0.8))
-    assert squad.scores("dog", ["cat"]) == (0.0, 0.0)
 
 
 def test_masked_passages():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pickle
 import struct
 
@@ -15,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks import data as sets
-from benchmarks import fixed_memory
 from benchmarks.convergence import search, tasks
 from benchmarks.convergence.contestants import CONTESTANTS
 from benchmarks.networks import CifarResNet, Transformer, UNet
@@ -290,60 +288,3 @@ def test_only_a_causal_transformer_hides_what_follows(causal):
     x = torch.arange(6)[None]
     other = torch.where(torch.arange(6) == 4, 8, x)
     assert torch.equal(model(x)[:, :4], model(other)[:, :4]) == causal
-
-
-# ---- fixed memory ----
-
-
-@pytest.mark.parametrize("limit", [0, 5, 100, 1000, 4321])
-def test_the_largest_batch_is_found(limit):
-    asked = []
-
-    def peak(batch):
-        asked.append(batch)
-        return 3 * batch
-
-    found = fixed_memory.largest(peak, limit, 1000)
-    best = min(1000, limit // 3)
-    assert found <= best < found + max(1, found // 16) + 1 and (found == 1000) == (best == 1000)
-    assert len(asked) < 18 and max(asked) <= 1000
-
-
-def test_batches_of_any_size_see_as_many_examples():
-    for batch in (3, 24, 160):
-        task = fixed_memory.sized("unet", batch, 1200)
-        assert task.steps == round(1200 / batch)
-        ((images, _),) = next(task.batches(nuclei_many(batch), torch.Generator()))
-        assert len(images) == batch
-
-
-def test_settings_of_a_kept_result_train_at_todays_batches(tmp_path, monkeypatch):
-    """And are not searched for; what they reached at other batches is found anew."""
-
-    def task(size, steps):
-        return dataclasses.replace(tasks.TASKS["digits-256"], steps=steps, about=f"digits, {size}")
-
-    monkeypatch.setitem(fixed_memory.SIZED, "fashion", (task, 256, 4))
-    monkeypatch.setattr(fixed_memory, "measured_peak", lambda name, where, batch: batch / 2)
-    stem = tmp_path / "fixed_memory_fashion_64"
-    odd = {"lr": 0.0123, "momentum": 0.9}
-    reached = {"baseline": "SGD", "optimizer": "AdamW", "steps": 9, "seconds": 9.0}
-    reached |= {"of_its_steps": 9.0, "of_its_seconds": 9.0}
-    old = {"final": [{"optimizer": "SGD", "settings": odd}], "to the baseline's loss": [reached]}
-    stem.with_suffix(".json").write_text(json.dumps(old))
-    asked = ["fashion", "--mb", "64", "--only", "SGD", "AdamW", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit, match="--kept AdamW: not in"):
-        fixed_memory.main([*asked, "--kept", "AdamW"])
-    fixed_memory.main([*asked, "--kept", "SGD", "--trials", "2", "--seeds", "1"])
-    new = json.loads(stem.with_suffix(".json").read_text())
-    settings = {row["optimizer"]: row["settings"] for row in new["final"]}
-    assert settings["SGD"] == odd and settings["AdamW"].keys() == {"lr", "beta1", "beta2"}
-    assert [one["batch"] for one in new["batches"]] == [128, 128]
-    runs = json.loads((tmp_path / "fixed_memory_fashion_64_runs.json").read_text())
-    searched = {json.loads(key)[2] for key in runs if json.loads(key)[4] in search.JUDGES}
-    assert searched == {"AdamW"}
-    assert all(one["steps"] != 9 for one in new["to the baseline's loss"])
-
-
-def nuclei_many(count):
-    return torch.zeros(count, 3, 130, 130).byte(), torch.zeros(count, 1, 130, 130).byte()
