@@ -27,7 +27,7 @@ from ..curvature.group import (
     strides,
 )
 from ..curvature.lengths import SHARD_SUMS, Share, are_alike
-from ..curvature.rules import LEAST_ROUNDED, Rule
+from ..curvature.rules import Rule
 from ..layers import Layer
 from ..plan.facts import ShardPlaces, Sizes
 from ..plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
@@ -273,10 +273,8 @@ class Groups:
             )
             every += plan.shards.groups
         plan.whole = share_of(every) if every and terms else None
-        rounds = min(group["damping"] for group in groups) >= LEAST_ROUNDED
         for group in self.all:
             group.in_half = self._rule.in_half(group.g.key)
-            group.rounds_roots = group.in_half and rounds
         base.adopt(plan)
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]

@@ -150,7 +150,6 @@ class Group:
         self.shape = (self.count, self.g.key.size, self.a.key.size)
         self.dtype, self.device = self.g.key.dtype, self.g.key.device
         self.in_half = False  # whether its stacks are multiplied with bfloat16 in bfloat16
-        self.rounds_roots = False  # whether its roots are, too
         self.tensors: dict[str, Tensor] = {}  # numbers or matrices of each block
         # Kinds of parameters: a stack, its view, and the view of [k, g, a].
         self.places: list[tuple[ParameterStack, Region, Region]] = []

@@ -270,10 +270,6 @@ class StoredProductRule(EigenRule):
 _KEPT = 0.8
 
 _LARGEST = 1e9  # in a root: its entries are at most 1 / √λ
-# The least λ at which roots are multiplied in bfloat16. Rounding errors have no direction, and
-# roots enlarge those of small eigenvalues. At 0.01, the cosine to exact directions is 0.997 where
-# eigenvalues fall as i⁻⁴, at 1e-4 of 0.86.
-LEAST_ROUNDED = 0.01
 
 
 class PolarRule(TriangleRule):
@@ -311,13 +307,12 @@ class PolarRule(TriangleRule):
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         """Return the directions of these momenta, without their lengths."""
         g, a = group.g.state["root"], group.a.state["root"]
-        if not g.dtype == a.dtype == group.dtype:
-            g, a = self._states(group, "root")
-        if group.rounds_roots:
-            g, a = (x.bfloat16() if x.dim() == 3 else x for x in (g, a))
-        white = products.between(g, gradients, a.mT if a.dim() == 3 else a)
+        left, right = g.to(gradients.dtype), a.to(gradients.dtype)
+        # In full precision: a first gradient has few directions, and roots enlarge rounding errors
+        # in all others. In bfloat16, KFACSGD's first 15 steps on digits took the loss from 9.1 to
+        # 8.2, and not to 5.6.
+        white = products.between(left, gradients, right.mT if a.dim() == 3 else right)
         found = products.orthogonalized(white, in_half=group.in_half)
-        found = found if group.rounds_roots else found.to(gradients.dtype)
         return products.softened(found, g, a, _KEPT).to(gradients.dtype)
 
 

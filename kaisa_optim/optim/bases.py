@@ -30,7 +30,6 @@ from ..curvature.lengths import (
     Length,
     SGDLength,
 )
-from ..curvature.rules import LEAST_ROUNDED
 from ..errors import invalid
 from . import checkpoint, lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
@@ -140,10 +139,7 @@ class BaseStep:
         tensors = [entry.get(key) for key in self.held for entry in plan.entries]
         return [
             *[[*map(fact, parameters)] for fact in _FACTS],
-            [
-                (len(x["params"]), x.get("momentum") == 0, x["damping"] >= LEAST_ROUNDED)
-                for x in groups
-            ],
+            [(len(group["params"]), group.get("momentum") == 0) for group in groups],
             *[[*map(id, parts)] for parts in (entries, counts, tensors)],
         ]
 

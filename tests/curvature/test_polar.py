@@ -139,24 +139,20 @@ def check_evened(a: Tensor, g: Tensor, momentum: Tensor, direction: Tensor, damp
     assert ((found - 1).abs() <= EVEN)[s > 0.02 * s.norm()].all()
 
 
-@pytest.mark.parametrize("damping", [0.01, 1e-4])
-def test_directions_by_bfloat16_products_are_near(monkeypatch, damping):
-    """Each product rounds; with small dampings, products with roots do not."""
+def test_directions_by_bfloat16_products_are_near(monkeypatch):
+    """Where roots differ by a thousand, and gradients have few directions."""
     found = {}
     for has in (False, True):
         monkeypatch.setattr(products, "_multiplies_brain_floats", lambda device, has=has: has)
         net = seeded(lambda: nn.Linear(96, 80, bias=False)).float()
-        opt = KFACAdam(net, lr=0.1, damping=0.02, **ANEW)
+        opt = KFACAdam(net, lr=0.1, damping=1e-4, **ANEW)
         rows = normal(400, 96).float() * torch.arange(1, 97) ** -2.0
-        for value in (0.02, damping):
-            opt.param_groups[0]["damping"] = value
-            opt.zero_grad()
-            loss_of(net(rows)).backward()
-            with stepped_blocks() as blocks:
-                opt.step()
+        loss_of(net(rows)).backward()
+        with stepped_blocks() as blocks:
+            opt.step()
         (found[has],) = blocks[""][1]
     cosine = F.cosine_similarity(found[False].flatten(), found[True].flatten(), 0)
-    assert 0.995 < cosine < 1 - 1e-9
+    assert 0.9999 < cosine < 1 - 1e-9
 
 
 def test_momenta_are_the_bases_own():
