@@ -201,11 +201,15 @@ _CURVATURE = (
     Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
            '"expand": one row for each position; "reduce": one row for each example.',
            conflicts=(_WITHOUT_K,)),
-    Option("statistics_fraction", 1.0, _FLOAT,
+    Option("statistics_fraction", None, f"{_FLOAT} | None",
            _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
-                 "examples"),
-           "The part of the examples from which statistics are taken.",
-           "optimizer", schedulable=True, guide="tuning.md#statistics-of-a-part-of-the-batch"),
+                 "examples", none=True),
+           "The part of the examples from which statistics are taken; 1: all. None: so many that "
+           "8,192 rows are read, and four for each column of a layer's wider side, of at least 32 "
+           'examples; all with "eigen" and "inverse".',
+           "optimizer", schedulable=True,
+           follows=lambda options: None if options.compute_method == "polar" else 1.0,
+           guide="tuning.md#statistics-of-a-part-of-the-batch"),
     Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
            "The precision of the statistics' float32 products, as in "
            'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',

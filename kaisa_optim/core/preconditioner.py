@@ -21,7 +21,7 @@ from ..curvature import averages, rules
 from ..curvature.averages import FactorSums
 from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
 from ..curvature.rules import Rule
-from ..layers import Layer, sample_of
+from ..layers import Layer
 from ..linalg.products import full_precision
 from ..plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
 from ..stages import PREFIX
@@ -456,7 +456,7 @@ class Preconditioner(Answers):
             if parameters.samples:
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
                 rounds = number // gathering + sum([number >= x for x in self.options.early])
-                sample = sample_of(parameters.upcoming("statistics_fraction", number), rounds)
+                sample = parameters.upcoming("statistics_fraction", number), rounds
             armed = wanted, self.registry.missing, sample
         self.slot = number, due, refreshed, armed
         self.capture.arm(*(armed if number == self.steps else (None,)))

@@ -1,7 +1,7 @@
 """Layer kinds."""
 
 from . import attention, conv  # noqa: F401 (each registers its kinds)
-from .base import Layer, Moments, check_sizes, kind_of, register_layer, sample_of
+from .base import Layer, Moments, check_sizes, kind_of, register_layer
 from .kinds import SCALES, Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer, declared
 
 __all__ = [
@@ -16,5 +16,4 @@ __all__ = [
     "declared",
     "kind_of",
     "register_layer",
-    "sample_of",
 ]

@@ -46,13 +46,13 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
-# The stride of a part, and how many parts were taken before: the first example moves on by one.
-Sample = tuple[int, int]
-
-
-def sample_of(fraction: float, turn: int) -> Sample | None:
-    """Return the sample nearest to a fraction, at most one half; ``None`` for all rows."""
-    return None if fraction == 1 else (max(2, round(min(1 / fraction, 1e9))), turn)
+# The fraction that is read, None: by the layer's sides; and how many parts were taken before, since
+# the first example moves on by one.
+Sample = tuple[float | None, int]
+# Where no fraction is given, more rows than these are not read, nor than so many for each column of
+# the wider side, but of no fewer examples: on ResNet-8 at batch 1,024 losses ended 2 % lower, in
+# 0.78 of the time. With fewer rows, a wide autoencoder at batch 8,192 ended 3 to 10 % higher.
+_ROWS, _ROWS_OF_COLUMN, _EXAMPLES = 8192, 4, 32
 
 
 class Moments(NamedTuple):
@@ -207,12 +207,24 @@ class Layer:
         """
         return None if self.unbatched(output) else 0
 
+    def rows_wanted(self) -> int:
+        """Return how many rows of a pass are enough where no fraction is given."""
+        sides = [n for n, is_diagonal in map(self.size_of, "ag") if not is_diagonal]
+        return max(_ROWS, _ROWS_OF_COLUMN * max(sides, default=0))
+
     def part(self, x: Tensor, output: Tensor, sample: Sample | None) -> Part:
         """Return the part of a pass that statistics read."""
         dim = None if sample is None else self.example_dim(output)
-        if sample is None or dim is None or output.shape[dim] < 2:
+        if sample is None or sample[0] == 1 or dim is None or output.shape[dim] < 2:
             return WHOLE
-        (stride, turn), count = sample, output.shape[dim]
+        (fraction, turn), count = sample, output.shape[dim]
+        if fraction is not None:
+            stride = max(2, round(min(1 / fraction, 1e9)))
+        else:
+            rows = output.numel() // (self.outputs * self.blocks)
+            stride = min(count // _EXAMPLES, rows // self.rows_wanted())
+            if stride < 2 or x.shape[dim : dim + 1] != (count,):
+                return WHOLE
         if x.shape[dim : dim + 1] != (count,):
             must = (
                 f"layer {self.name!r} has an input {tuple(x.shape)} and an output "

@@ -236,28 +236,22 @@ def inverse_root(
     norms = damped.flatten(1).norm(dim=1)
     rough = norms * torch.finfo(torch.float32).eps <= _ROUGH * damping
     roots, good = torch.empty_like(factors), torch.empty_like(rough)
-    try:
-        if rough.all():  # most often, and without copies
-            return _by_eigenvectors(damped.to(dtype), dtype)
-        for chosen, exact in ((rough, dtype), (~rough, damped.dtype)):
-            if chosen.any():
-                roots[chosen], good[chosen] = _by_eigenvectors(damped[chosen].to(exact), dtype)
-    except LinAlgError:
-        return _by_products(damped, dtype)
+    for chosen, exact in ((rough, dtype), (~rough, damped.dtype)):
+        if not chosen.any():
+            continue
+        part = (damped if chosen.all() else damped[chosen]).to(exact)
+        fine = part.isfinite().flatten(1).all(1)
+        eye = torch.eye(part.shape[-1], dtype=exact, device=part.device)
+        try:  # the solver would stop for all factors at one that is not finite
+            values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], part, eye))
+        except LinAlgError:
+            return _by_products(damped, dtype)
+        values.masked_fill_(fine.logical_not()[:, None], torch.nan)
+        # Rounded roots have a residual of about eps times the root of the condition number.
+        good[chosen] = values[:, 0] > (torch.finfo(dtype).eps / _TOLERATED) ** 2 * values[:, -1]
+        root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT).to(dtype)
+        roots[chosen] = (root + root.mT) / 2
     return roots, good
-
-
-def _by_eigenvectors(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return inverse roots and flags, by eigenvectors in the dtype of the ``damped`` factors."""
-    fine = damped.isfinite().flatten(1).all(1)
-    eye = torch.eye(damped.shape[-1], dtype=damped.dtype, device=damped.device)
-    # The solver would stop for all factors at one that is not finite.
-    values, vectors = torch.linalg.eigh(torch.where(fine[:, None, None], damped, eye))
-    values.masked_fill_(fine.logical_not()[:, None], torch.nan)
-    # Rounded roots have a residual of about eps times the root of the condition number.
-    good = values[:, 0] > (torch.finfo(dtype).eps / _TOLERATED) ** 2 * values[:, -1]
-    root = torch.bmm(vectors / values.sqrt()[:, None], vectors.mT).to(dtype)
-    return (root + root.mT) / 2, good
 
 
 def residual(factors: Tensor, found: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:

@@ -68,11 +68,13 @@ class _CopiesOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def passes_of(model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float) -> Passes:
+def passes_of(
+    model: nn.Module, batch: Any, layers: Iterable[Layer], fraction: float | None
+) -> Passes:
     """Return what one batch costs; the forward pass runs on the meta device, without numbers.
 
     ``batch`` is the model's input: a tensor, a tuple of arguments or a dict of them. ``fraction``
-    is the part of the examples that statistics are taken from.
+    is the part of the examples that statistics are taken from; None: by rows.
     """
     args, kwargs = arguments(_on_meta(batch))
     rows: dict[str, int] = {}
@@ -110,16 +112,17 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise invalid("batch", batch, must)
 
 
-def _reader(layer: Layer, rows: dict[str, int], fraction: float) -> Any:
+def _reader(layer: Layer, rows: dict[str, int], fraction: float | None) -> Any:
     """Return a hook that adds the rows of a call: one for each vector of outputs."""
     task = task_of(layer)
     # Blocks of a convolution are groups of its outputs; blocks of attention share an output.
     outputs_of_row = task.g * (1 if layer.intercepts() else task.blocks)
 
-    def read(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def count(module: nn.Module, inputs: Any, outputs: Any) -> None:
         tensors = [x for x in tree.tree_leaves(outputs) if isinstance(x, Tensor)]
         if tensors:
             own = tensors[0].numel() // outputs_of_row
-            rows[task.name] = rows.get(task.name, 0) + max(1, round(fraction * own))
+            read = min(own, layer.rows_wanted()) if fraction is None else round(fraction * own)
+            rows[task.name] = rows.get(task.name, 0) + max(1, read)
 
-    return read
+    return count

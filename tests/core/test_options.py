@@ -35,7 +35,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "normalization": (["papers", None], "choose from 'fisher', 'kaisa'"),
     "kl_clip_lr": (["group", 0.1], "choose from 'initial', 'current'"),
     "loss_terms": (["tokens", "0.1", 0, -3, NAN, INF, None, True], TERMS),
-    "statistics_fraction": ([0, 1.01, NAN, INF, "1", None, True], r"\(0, 1\], such as 0.25"),
+    "statistics_fraction": ([0, 1.01, NAN, INF, "1", True], r"\(0, 1\], such as 0.25"),
     "statistics_precision": (["tf32", None, 1], "choose from 'highest', 'high', 'medium'"),
     "max_factor_size": ([0, NAN, "16"], "1 or more"),
     "max_failures": ([-1, 0.5, NAN, INF, "3"], "a count, 0 or more, or None"),

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.forward_pass import top_hooks
-from kaisa_optim.layers import LinearLayer, sample_of
+from kaisa_optim.layers import LinearLayer
 from kaisa_optim.layers.attention import ProjectionLayer
-from kaisa_optim.layers.base import GATHER, WHOLE
+from kaisa_optim.layers.base import GATHER, WHOLE, Part
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
@@ -82,16 +82,35 @@ TAKEN = [
 def test_which_examples_are_taken(examples, fraction, turn, taken):
     numbers = torch.arange(examples)[:, None].expand(2, examples, 3)
     layer = ProjectionLayer.layers_of("", nn.MultiheadAttention(3, 1))[0]
-    part = layer.part(numbers, numbers, sample_of(fraction, turn))
+    part = layer.part(numbers, numbers, (fraction, turn))
     assert part.of(numbers).unique().tolist() == taken
     assert (part.whole, part.taken) == (examples, len(taken))
 
 
 def test_all_are_taken_where_nothing_can_be_left_out():
-    assert sample_of(1.0, 3) is None
     layer = LinearLayer("", nn.Linear(3, 3))
+    assert layer.part(torch.zeros(9, 3), torch.zeros(9, 3), (1.0, 3)) is WHOLE
     for rows in (torch.zeros(1, 3), torch.zeros(0, 3)):
-        assert layer.part(rows, rows, sample_of(0.25, 3)) is WHOLE
+        assert layer.part(rows, rows, (0.25, 3)) is WHOLE
+
+
+@pytest.mark.parametrize(
+    ("examples", "positions", "wide", "stride"),
+    [
+        (100, 81, 3, None),  # too few rows for two parts
+        (100, 400, 3, 3),  # a third still has 32 examples
+        (100, 200, 3, 2),  # of rows, 2.4 times as many as wanted
+        (63, 4000, 3, None),
+        (20_000, 1, 3, 2),
+        (20_000, 1, 2501, None),  # four rows for each column
+    ],
+)
+def test_enough_rows_are_read_where_no_fraction_is_given(examples, positions, wide, stride):
+    layer = LinearLayer("", nn.Linear(wide, 64, bias=False, device="meta"))
+    x, out = (torch.empty(examples, positions, n, device="meta") for n in (wide, 64))
+    part = layer.part(x, out, (None, 7))
+    assert part == (WHOLE if stride is None else Part(0, 7 % stride, stride, examples, part.taken))
+    assert stride is None or part.taken == len(range(7 % stride, examples, stride))
 
 
 # ---- every layer kind against the dense reference ----
