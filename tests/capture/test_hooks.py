@@ -275,7 +275,7 @@ def test_what_is_called_while_paused_belongs_to_no_pass():
 def test_frozen_layers_have_nothing_watched_between_the_steps_that_gather():
     model = Branches()
     model.b.requires_grad_(False)
-    options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 10}
+    options = {"factor_update_steps": 3, "staggered": False, "inv_update_steps": 5}
     opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
     seen = []
     for i in range(7):

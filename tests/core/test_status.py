@@ -18,7 +18,7 @@ from kaisa_optim import KFACSGD
 from tests.support import branches, training
 from tests.support.branches import Branches, gathering, output_factor
 from tests.support.ranks import run
-from tests.support.training import ANEW, network
+from tests.support.training import ANEW, early, network
 from tests.support.watch import normal
 
 EIGEN = {"compute_method": "eigen"}
@@ -139,7 +139,7 @@ class Beside(nn.Module):
 def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
     """A layer that is overdue is asked in each step: those without a pass are no fault."""
     model = Beside()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), early(5, 25):
         warnings.simplefilter("ignore")
         opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
     gathered = dict.fromkeys(opt.preconditioner.layers, 0)

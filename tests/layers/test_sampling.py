@@ -33,7 +33,7 @@ BARE: dict[str, Any] = {
     **PAPERS,
     "factor_decay": 1e-30,
     "factor_update_steps": 1,
-    "inv_update_steps": 40,  # and none early
+    "inv_update_steps": 5,  # and none early
 }
 
 
