@@ -20,10 +20,10 @@ SUMS = {
     "functions of the package": 750,
     "files of the package": 49,
     "lines of tools": 2_183,
-    "lines of tests": 30_310,
-    "lines of benchmarks": 8_217,
+    "lines of tests": 30_277,
+    "lines of benchmarks": 8_110,
 }
-ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed
+ALLOWED = 0.005  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind
 
 MOST_ATTRIBUTES_OF_A_CLASS = 20

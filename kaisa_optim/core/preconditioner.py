@@ -256,7 +256,7 @@ class Preconditioner(Answers):
                 share.terms = torch.cat(terms) if self.groups.sizes.terms else none
                 return
             # Squares of tiny and of huge numbers would be zero or infinite.
-            means = norms_of(matrices, 1).div_(share.numels)
+            means = norms_of(matrices, 1).div_(share.roots.square())
             means = torch.where(means == 0, 1.0, means)
             torch._foreach_div_(matrices, list(means[:, None, None].split(share.sizes)))
             # Polynomials need full precision, unless a device multiplies them in bfloat16.
@@ -455,7 +455,8 @@ class Preconditioner(Answers):
             wanted, sample = [*map(layers.__getitem__, due), *self.registry.late], None
             if parameters.samples:
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
-                rounds = number // gathering + sum([number >= x for x in self.options.early])
+                besides = [x for x in self.options.early if x <= number and x % gathering]
+                rounds = number // gathering + len(besides)
                 sample = parameters.upcoming("statistics_fraction", number), rounds
             armed = wanted, self.registry.missing, sample
         self.slot = number, due, refreshed, armed

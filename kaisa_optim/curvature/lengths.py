@@ -83,8 +83,7 @@ class Share:
         self.numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
         self._pairs = [*dict.fromkeys(zip(*self.numbers, strict=True))]
         sides = {x: (stack_key(x, "g").size, stack_key(x, "a").size) for x in self.layers}
-        self.numels = per_block(self.layers, lambda x: math.prod(sides[x]), self.like)
-        self.roots = self.numels.sqrt()
+        self.roots = per_block(self.layers, lambda x: math.prod(sides[x]) ** 0.5, self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
         self.free = per_block(self.layers, lambda x: math.inf if 1 in sides[x] else 0.0, self.like)
         self._last: dict[str, tuple[list[Any], Tensor]] = {}
@@ -258,9 +257,8 @@ class AdamLength(Length):
         rate, shares = share.rates(base.rates)
         units, norms, along = _along(share, momenta, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
-        if shares is None:  # the mean absolute value is 1, or the norm 0
-            both = norms * share.numels
-        else:
+        both = norms * share.roots.square()  # means are 1 already
+        if shares is not None:
             falling = _in_last(momenta, shares.sqrt())
             both = norms_of(falling, 1).mul_(norms_of(falling, 2))
         fall = both.mul_(means) / adam.rest1
