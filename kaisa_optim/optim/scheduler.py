@@ -130,9 +130,6 @@ def _check_schedule(optimizer: KFACMixin, name: str, schedule: Any) -> None:
     elif not isinstance(schedule, Mapping):
         must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
         raise invalid(name, schedule, must)
-    if getattr(optimizer.preconditioner, name, 0) is None:
-        why = "it is None, which no factor multiplies; give the optimizer a number for it"
-        raise invalid_because(name, why)
     if optimizer.has_schedule(name):
         why = (
             "the optimizer was given a callable for it already; give it a number, or leave it "
