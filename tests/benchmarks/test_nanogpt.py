@@ -1,0 +1,51 @@
+"""The recipe is nanoGPT's, and a command that is started again goes on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from benchmarks import nanogpt
+
+TEXT = torch.arange(3000) % 65
+
+
+def test_network_and_rates_are_those_of_the_recipe():
+    model = nanogpt.GPT(65)
+    counted = sum(p.numel() for p in model.parameters()) - model.places.weight.numel()
+    assert counted == 795_904  # nanoGPT prints 0.80M
+    assert model.head.weight is model.words.weight
+    ends = [p.std().item() for name, p in model.named_parameters() if name.endswith("out.weight")]
+    assert all(end == pytest.approx(0.02 / math.sqrt(8), rel=0.05) for end in ends)
+    rates = [nanogpt.share_of_rate(step, 2000) for step in (0, 99, 100, 1050, 2000)]
+    assert rates == pytest.approx([1 / 101, 100 / 101, 1, 0.55, 0.1])
+
+
+def test_the_loss_is_of_the_next_character():
+    (rows,) = [next(nanogpt.passages(TEXT, torch.Generator().manual_seed(0)))]
+    assert rows.shape == (12, 65) and ((rows[:, 1:] - rows[:, :-1]) % 65 == 1).all()
+    torch.manual_seed(0)
+    assert nanogpt.measure(nanogpt.GPT(65), rows) == pytest.approx(math.log(65), rel=0.02)
+
+
+def test_runs_that_are_done_are_not_trained_again(tmp_path, monkeypatch):
+    path = tmp_path / "runs.json"
+    first = nanogpt.Runs(path, TEXT, 50).get("AdamW", 0.003, 0)
+    assert nanogpt.last(first) < 1.88 and nanogpt.reached(first)[0] == 50
+    monkeypatch.setattr(nanogpt, "train", None)
+    again = nanogpt.Runs(path, TEXT, 50)
+    assert nanogpt.last(again.get("AdamW", 0.003, 0)) == nanogpt.last(first)
+    with pytest.raises(TypeError):
+        again.get("AdamW", 0.003, 1)
+
+
+def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():
+    curves = [[(50, 1.0, 2.0), (100, 2.0, 1.5), (150, 3.0, 1.9), (200, 4.0, 1.0)], []]
+    curves[1] = [(step, 2 * seconds, loss + 0.2) for step, seconds, loss in curves[0]]
+    runs = [{"name": "x", "lr": 1.0, "steps": 200, "curve": curve} for curve in curves]
+    row = nanogpt.row(runs, 10.0)
+    assert row["losses"] == [2.1, 1.6, 2.0, 1.1] and row["ms per step"] == 30.0
+    assert row["of a step"] == 3.0
+    assert (row["steps to the target"], row["seconds to the target"]) == (100, 3.0)
