@@ -205,10 +205,11 @@ _CURVATURE = (
            _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
                  "examples", none=True),
            "The part of the examples from which statistics are taken; 1: all. None: so many that "
-           "8,192 rows are read, and four for each column of a layer's wider side, of at least 32 "
-           'examples; all with "eigen" and "inverse".',
+           "at least 8,192 rows of a layer are read, and four for each column of its wider side, "
+           'of 32 examples or more; all with "eigen", "inverse" and weight_sharing="reduce".',
            "optimizer", schedulable=True,
-           follows=lambda options: None if options.compute_method == "polar" else 1.0,
+           follows=lambda options: None
+           if options.compute_method == "polar" and options.weight_sharing == "expand" else 1.0,
            guide="tuning.md#statistics-of-a-part-of-the-batch"),
     Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
            "The precision of the statistics' float32 products, as in "
@@ -373,7 +374,7 @@ class Options(SimpleNamespace):
         # Numbers of the steps that gather and refresh everything, where the first batches' state
         # would else be kept for long; a later interval changes none.
         every = self.inv_update_steps
-        most = every(0) if callable(every) else every
+        most = check("inv_update_steps", every(0)) if callable(every) else every
         pairs = () if self.kaisa_scaling else itertools.pairwise((0, *EARLY))
         settled["early"] = tuple(step for former, step in pairs if step - former < most)
         # The papers' options first, since conflicts name them as remedies.
@@ -547,6 +548,8 @@ class Hyperparameters:
 
     def _set(self, name: str, value: Any) -> None:
         value = check(name, value)
+        if value is None and (follows := OPTIONS[name].follows) is not None:
+            value = follows(self.options)
         self.options.refuse(name, value)
         if name == "loss_terms":
             former = self._values.get("loss_terms", value)

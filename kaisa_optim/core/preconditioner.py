@@ -256,15 +256,13 @@ class Preconditioner(Answers):
                 share.terms = torch.cat(terms) if self.groups.sizes.terms else none
                 return
             # Squares of tiny and of huge numbers would be zero or infinite.
-            means = norms_of(matrices, 1).div_(share.roots.square())
-            means = torch.where(means == 0, 1.0, means)
-            torch._foreach_div_(matrices, list(means[:, None, None].split(share.sizes)))
-            # Polynomials need full precision, unless a device multiplies them in bfloat16.
-            halves = share.groups[0].in_half and share.like.device.type != "cpu"
-            with nullcontext() if halves else full_precision():
+            divisors = norms_of(matrices, 1).div_(share.roots).to(share.like.dtype)
+            divisors = torch.where(divisors == 0, 1.0, divisors)
+            torch._foreach_div_(matrices, list(divisors[:, None, None].split(share.sizes)))
+            with full_precision():
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
             with label(PREFIX + "length"):
-                share.terms = rule.length.give(share, matrices, means, base)
+                share.terms = rule.length.give(share, matrices, divisors, base)
 
     # ---- the plan ----
 

@@ -84,7 +84,7 @@ class Answers:
     kl_clip: float | None = _setting("kl_clip")
     factor_update_steps: int = _setting("factor_update_steps")
     inv_update_steps: int = _setting("inv_update_steps")
-    statistics_fraction: float = _setting("statistics_fraction")
+    statistics_fraction: float | None = _setting("statistics_fraction")
     loss_terms: str | float = _setting("loss_terms")
     grad_scaler: Any = _setting("grad_scaler")
     # The parts that answer

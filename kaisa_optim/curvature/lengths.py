@@ -209,10 +209,13 @@ class Length(ABC):
     specs: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
-    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
+    def give(
+        self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
+    ) -> Tensor:
         """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``.
 
-        ``momenta`` are divided by the ``means`` of their absolute values, which are 1 for zeros.
+        ``momenta`` are divided by ``divisors``: their absolute values add up to the root of their
+        number. A divisor of zeros is 1.
         """
 
     def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
@@ -237,7 +240,9 @@ class AdamLength(Length):
     measures = "squares"
     specs = (SQUARE_SUM,)
 
-    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
+    def give(
+        self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
+    ) -> Tensor:
         # A layer's first parameter, its weight, has the settings of the layer.
         settings = [base.settings[i] for i in share.weights]
         adam: AdamSettings = settings[0]
@@ -257,15 +262,15 @@ class AdamLength(Length):
         rate, shares = share.rates(base.rates)
         units, norms, along = _along(share, momenta, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
-        both = norms * share.roots.square()  # means are 1 already
+        both = norms * share.roots
         if shares is not None:
             falling = _in_last(momenta, shares.sqrt())
-            both = norms_of(falling, 1).mul_(norms_of(falling, 2))
-        fall = both.mul_(means) / adam.rest1
+            both = norms_of(falling, 1).to(norms.dtype) * norms_of(falling, 2)
+        fall = both.mul_(divisors) / adam.rest1
         fall /= deviation
         scales = _limited(fall / along, share, rate, taken=False) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return means.new_empty(len(means), 0)
+        return divisors.new_empty(len(divisors), 0)
 
 
 class FallLength(Length):
@@ -273,20 +278,22 @@ class FallLength(Length):
 
     measures = "sums"
 
-    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
+    def give(
+        self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
+    ) -> Tensor:
         rate, shares = share.rates(base.rates)
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
             # Weights at rate 0 rest: the fall is left to their biases.
-            moves = torch.ones_like(means) * rate != 0
+            moves = torch.ones_like(divisors) * rate != 0
             for stacks in (share.directions, momenta):
                 for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
                     stack[..., :-1] *= part[:, None, None]
         units, _, along = _along(share, momenta, None)
-        scales = share.measured.clamp(min=0) / along.mul_(means)
+        scales = share.measured.clamp(min=0) / along.mul_(divisors)
         scales = _limited(scales, share, rate, taken=True) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return means.new_empty(len(means), 0)
+        return divisors.new_empty(len(divisors), 0)
 
 
 class SGDLength(Length):
@@ -298,16 +305,18 @@ class SGDLength(Length):
 
     terms = 5
 
-    def give(self, share: Share, momenta: list[Tensor], means: Tensor, base: BaseNumbers) -> Tensor:
+    def give(
+        self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
+    ) -> Tensor:
         rate, shares = share.rates(base.rates)
         units, norms, along = _along(share, momenta, shares, apart=True)
         # Blocks at rest do not shorten the others' steps.
-        along = torch.where(norms > 0, along.mul_(means), 0.0)
-        whole = norms.mul_(means).square_()
+        along = torch.where(norms > 0, along.mul_(divisors), 0.0)
+        whole = norms.mul_(divisors).square_()
         squares = last = torch.zeros_like(whole)
         if shares is not None:
-            squares = _dots_of_last(momenta, momenta).mul_(means).mul_(means)
-            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(means)
+            squares = _dots_of_last(momenta, momenta).mul_(divisors).mul_(divisors)
+            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(divisors)
         own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
         most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
         # SGD steps along a momentum of any length.
@@ -356,7 +365,9 @@ def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
 def norms_of(stacks: Sequence[Tensor], order: float) -> Tensor:
     """Return the norms of all blocks, ``[blocks]``."""
     blocks = itertools.chain.from_iterable(map(Tensor.unbind, stacks))
-    return torch.stack(torch._foreach_norm([*blocks], order))
+    # CPUs add up one by one: in float32, a sum of 2²⁶ numbers came to half of it.
+    wide = torch.float64 if order == 1 and stacks[0].is_cpu else None
+    return torch.stack(torch._foreach_norm([*blocks], order, dtype=wide))
 
 
 def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
@@ -368,7 +379,7 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 def _along(
     share: Share, momenta: list[Tensor], shares: Tensor | None, *, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's means, each ``[blocks]``.
+    """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's divisors, each ``[blocks]``.
 
     Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
     0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part, unless it is told

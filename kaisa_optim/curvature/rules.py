@@ -313,7 +313,7 @@ class PolarRule(TriangleRule):
         # 8.2, and not to 5.6.
         white = products.between(left, gradients, right.mT if a.dim() == 3 else right)
         found = products.orthogonalized(white, in_half=group.in_half)
-        return products.softened(found, g, a, _KEPT).to(gradients.dtype)
+        return products.softened(found, left, right, _KEPT).to(gradients.dtype)
 
 
 RULES: tuple[type[Rule], ...] = (PolarRule, EigenRule, StoredProductRule, CholeskyRule)

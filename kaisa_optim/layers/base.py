@@ -221,7 +221,7 @@ class Layer:
         if fraction is not None:
             stride = max(2, round(min(1 / fraction, 1e9)))
         else:
-            rows = output.numel() // (self.outputs * self.blocks)
+            rows = output.numel() // max(1, self.outputs * self.blocks)
             stride = min(count // _EXAMPLES, rows // self.rows_wanted())
             if stride < 2 or x.shape[dim : dim + 1] != (count,):
                 return WHOLE

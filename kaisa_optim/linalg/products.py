@@ -191,9 +191,7 @@ _OF_ROOTS: tuple[Polynomial, ...] = (
 # Largest singular value at the start. Polynomials soon leave all bounds beyond 1.001.
 _ROOTS_BELOW_ONE = 0.999
 _TOLERATED = 0.1  # largest residual of good roots
-_ROUGH = (
-    0.003  # residual that float32 may leave, by an estimate; up to five times as large was seen
-)
+_ROUGH = 0.001  # residual that float32 may leave, by an estimate; 16 times as much was seen
 WITHOUT_DOUBLES = {"mps"}  # types of devices that have no float64
 LinAlgError: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 

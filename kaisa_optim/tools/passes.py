@@ -122,7 +122,9 @@ def _reader(layer: Layer, rows: dict[str, int], fraction: float | None) -> Any:
         tensors = [x for x in tree.tree_leaves(outputs) if isinstance(x, Tensor)]
         if tensors:
             own = tensors[0].numel() // outputs_of_row
-            read = min(own, layer.rows_wanted()) if fraction is None else round(fraction * own)
+            x = next((x for x in tree.tree_leaves(inputs) if isinstance(x, Tensor)), tensors[0])
+            part = layer.part(x, tensors[0], (fraction, 0))
+            read = round(own * part.taken / part.whole)
             rows[task.name] = rows.get(task.name, 0) + max(1, read)
 
     return count

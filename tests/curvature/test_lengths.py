@@ -426,3 +426,8 @@ def test_the_fall_of_any_base_is_that_of_its_step(free, decay):
                 standing += fall == 0
     assert 0 < standing < 15
     assert all("last" in opt.state[p] for p in model.parameters())
+
+
+def test_a_sum_of_many_numbers_is_whole():
+    """Each further 1 would be lost in a float32 sum of 2²⁴."""
+    assert lengths.norms_of([torch.ones(1, 4096, 8192)], 1).item() == 2**25
