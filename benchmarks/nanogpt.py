@@ -16,7 +16,7 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from benchmarks.applications.gpt import next_character, passages
 from benchmarks.convergence.search import now
 from benchmarks.data import characters
 from benchmarks.machine import describe
@@ -127,13 +128,13 @@ class Training:
         build, _ = CONTESTANTS[name]
         self.optimizers = build(self.model, lr)
         self.rates = [(g, g["lr"]) for x in self.optimizers for g in x.param_groups]
-        self.passages = passages(text, torch.Generator().manual_seed(1000 + seed))
+        self.text, self.drawn = text, torch.Generator().manual_seed(1000 + seed)
         self.steps, self.taken = steps, 0
 
     def backward(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss_of(self.model, next(self.passages)).backward()
+        next_character(self.model, passages(self.text, BATCH, LENGTH, self.drawn)).backward()
 
     def apply(self) -> None:
         share = share_of_rate(self.taken, self.steps)
@@ -151,27 +152,16 @@ def share_of_rate(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - 100) / max(1, steps - 100)))
 
 
-def passages(text: Tensor, generator: torch.Generator, size: int = BATCH) -> Iterator[Tensor]:
-    """Yield so many passages of one character more than the network sees, without end."""
-    while True:
-        starts = torch.randint(len(text) - LENGTH, (size, 1), generator=generator)
-        yield text[starts + torch.arange(LENGTH + 1)]
-
-
-def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-
-
 def measure(model: nn.Module, rows: Tensor) -> float:
     with torch.no_grad():
-        return statistics.fmean(loss_of(model, part).item() for part in rows.split(64))
+        return statistics.fmean(next_character(model, part).item() for part in rows.split(64))
 
 
 def train(name: str, lr: float, seed: int, steps: int, text: Tensor) -> dict[str, Any]:
     """Return the curve of a run: steps, seconds, and the loss on the last tenth of the text."""
     cut = len(text) * 9 // 10
     training = Training(name, lr, seed, text[:cut], steps)
-    held = next(passages(text[cut:], torch.Generator().manual_seed(0), HELD))
+    held = passages(text[cut:], HELD, LENGTH, torch.Generator().manual_seed(0))
     curve: list[tuple[int, float, float]] = []
     seconds, start = 0.0, now("cpu")
     for step in range(1, steps + 1):
@@ -202,7 +192,10 @@ class Runs:
         run = train(name, lr, seed, steps, self.text)
         self.done.append(run)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.done) + "\n")
+        # Put in place whole: a run that is broken off while it writes loses nothing.
+        written = self.path.with_suffix(".part")
+        written.write_text(json.dumps(self.done) + "\n")
+        written.replace(self.path)
         print(
             f"{name} at {lr}, seed {seed}: {last(run):.4f}, to {TARGET}: {reached(run)}", flush=True
         )

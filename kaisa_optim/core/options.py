@@ -237,8 +237,8 @@ _REFRESHES = (
            "optimizer", schedulable=True),
     Option("inv_update_steps", None, f"{_STEPS} | None", _INTERVAL,
            'The interval, in steps, at which a layer is refreshed. None: 100 for "polar", else 50. '
-           "Until step 160 everything is refreshed besides, as often as every 5 to 50 steps, if "
-           'the interval is longer and normalization is not "kaisa".',
+           "Steps 5, 10, 20, 30, 40, 60, 80, 130 and 160 refresh everything, too, where the "
+           'interval is longer than the gap before them, unless normalization is "kaisa".',
            "optimizer", schedulable=True,
            follows=lambda options: _POLAR_EVERY if options.compute_method == "polar" else _EVERY,
            guide="tuning.md#where-to-start"),
@@ -475,8 +475,8 @@ class Hyperparameters:
         """Take the options' values; ``aim`` is a weak reference to a function without arguments.
 
         The function is called when a new value changes which layers gather, or which rows. A strong
-        reference would keep a model's tensors until Python looks for circles. Ranks that
-        are not ``alone`` compare both intervals, in an exchange, before these come into force.
+        reference would keep a model's tensors until Python looks for circles. Ranks that are not
+        ``alone`` compare both intervals, in an exchange, before these come into force.
         """
         self.options = options
         self.sums = sums
