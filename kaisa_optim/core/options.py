@@ -460,7 +460,7 @@ class Hyperparameters:
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
     pending = True  # an interval may be another one from the next exchange on
-    samples = False  # statistics may read a part of the examples
+    fraction: Any = 1.0  # statistics_fraction, or its schedule
     _is_built = False
 
     def __init__(
@@ -567,7 +567,7 @@ class Hyperparameters:
         self._values[name] = value
         self.pending |= name in _INTERVALS
         if name == "statistics_fraction":
-            self.samples = value != 1 or name in self._schedules
+            self.fraction = self._schedules.get(name, value)
         if self._is_built and name in self._aiming and name not in self._schedules:
             if name in _INTERVALS:
                 self.in_force[name] = value

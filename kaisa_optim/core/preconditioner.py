@@ -451,11 +451,13 @@ class Preconditioner(Answers):
         armed: tuple[Any, ...] = (None,)  # hooks leave at once
         if due is not None:
             wanted, sample = [*map(layers.__getitem__, due), *self.registry.late], None
-            if parameters.samples:
+            fraction = parameters.fraction
+            if callable(fraction):
+                fraction = parameters.upcoming("statistics_fraction", number)
+            if fraction != 1:
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
                 besides = [x for x in self.options.early if x <= number and x % gathering]
-                rounds = number // gathering + len(besides)
-                sample = parameters.upcoming("statistics_fraction", number), rounds
+                sample = fraction, number // gathering + len(besides)
             armed = wanted, self.registry.missing, sample
         self.slot = number, due, refreshed, armed
         self.capture.arm(*(armed if number == self.steps else (None,)))
