@@ -12,12 +12,10 @@ computes, without the measurements.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +26,9 @@ from torch.optim import Optimizer
 from benchmarks.applications.gpt import next_character, passages
 from benchmarks.convergence.search import now
 from benchmarks.data import characters
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from benchmarks.muon import hidden_and_rest
+from benchmarks.recipes import Curve, Runs, arguments
 from kaisa_optim import KFACSGD, KFACAdam
 
 LAYERS, HEADS, LENGTH, BATCH, STEPS = 4, 4, 64, 12, 2000
@@ -157,12 +156,12 @@ def measure(model: nn.Module, rows: Tensor) -> float:
         return statistics.fmean(next_character(model, part).item() for part in rows.split(64))
 
 
-def train(name: str, lr: float, seed: int, steps: int, text: Tensor) -> dict[str, Any]:
+def train(text: Tensor, name: str, lr: float, seed: int, steps: int) -> Curve:
     """Return the curve of a run: steps, seconds, and the loss on the last tenth of the text."""
     cut = len(text) * 9 // 10
     training = Training(name, lr, seed, text[:cut], steps)
     held = passages(text[cut:], HELD, LENGTH, torch.Generator().manual_seed(0))
-    curve: list[tuple[int, float, float]] = []
+    curve: Curve = []
     seconds, start = 0.0, now("cpu")
     for step in range(1, steps + 1):
         training.backward()
@@ -173,33 +172,7 @@ def train(name: str, lr: float, seed: int, steps: int, text: Tensor) -> dict[str
             if not curve[-1][2] < 10:
                 break
             start = now("cpu")
-    return {"name": name, "lr": lr, "seed": seed, "steps": steps, "curve": curve}
-
-
-class Runs:
-    """Runs that are done, in a file."""
-
-    def __init__(self, path: Path, text: Tensor, steps: int) -> None:
-        self.path, self.text, self.steps = path, text, steps
-        self.done: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-
-    def get(self, name: str, lr: float, seed: int, longer: float = 1) -> dict[str, Any]:
-        steps = round(longer * self.steps)
-        key = {"name": name, "lr": lr, "seed": seed, "steps": steps}
-        for run in self.done:
-            if all(run[field] == value for field, value in key.items()):
-                return run
-        run = train(name, lr, seed, steps, self.text)
-        self.done.append(run)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Put in place whole: a run that is broken off while it writes loses nothing.
-        written = self.path.with_suffix(".part")
-        written.write_text(json.dumps(self.done) + "\n")
-        written.replace(self.path)
-        print(
-            f"{name} at {lr}, seed {seed}: {last(run):.4f}, to {TARGET}: {reached(run)}", flush=True
-        )
-        return run
+    return curve
 
 
 def last(run: dict[str, Any]) -> float:
@@ -210,6 +183,10 @@ def reached(run: dict[str, Any]) -> tuple[int, float] | None:
     """Return the steps and seconds to nanoGPT's loss, at the measurement that first met it."""
     met = ((step, seconds) for step, seconds, loss in run["curve"] if loss <= TARGET)
     return next(met, None)
+
+
+def tell(run: dict[str, Any]) -> str:
+    return f"{last(run):.4f}, to {TARGET}: {reached(run)}"
 
 
 def row(runs: list[dict[str, Any]], base: float) -> dict[str, Any]:
@@ -229,36 +206,32 @@ def row(runs: list[dict[str, Any]], base: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = arguments(__doc__, "shakespeare.txt", CONTESTANTS, 3, "nanogpt.json")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/nanogpt.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     text, _ = characters(options.data)
-    runs = Runs(options.out.with_name(f"{options.out.stem}_runs.json"), text, options.steps)
+    runs = Runs(options.out, partial(train, text), tell)
     best = {}
     for name in options.only:
-        grid = [runs.get(name, lr, 0) for lr in CONTESTANTS[name][1]]
+        grid = [
+            runs.get(name=name, lr=lr, seed=0, steps=options.steps) for lr in CONTESTANTS[name][1]
+        ]
         best[name] = min(grid, key=last)["lr"]
-    asked = [(name, lr, 1.0) for name, lr in best.items()]
+    asked = [(name, lr, options.steps) for name, lr in best.items()]
     if "AdamW" in best:
-        asked += [("AdamW", OWN_RATE, 1.0), ("AdamW", best["AdamW"], 1.5)]
+        longer = round(1.5 * options.steps)
+        asked += [("AdamW", OWN_RATE, options.steps), ("AdamW", best["AdamW"], longer)]
     # Seeds take turns, so that a machine that slows down slows all of them.
     seeds = range(options.seeds)
     found: dict[Any, list[dict[str, Any]]] = {one: [] for one in asked}
     for seed in seeds:
-        for name, lr, longer in found:
-            found[name, lr, longer].append(runs.get(name, lr, seed, longer))
+        for (name, lr, steps), each in found.items():
+            each.append(runs.get(name=name, lr=lr, seed=seed, steps=steps))
     bases = [row(each, 0)["ms per step"] for one, each in found.items() if one[0] == "AdamW"]
     base = statistics.fmean(bases) if bases else 0.0
     rows = [row(each, base) for each in found.values()]
-    result = {"machine": describe("cpu"), "target": TARGET, "rows": rows}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    keep(options.out, target=TARGET, rows=rows)
     for one in rows:
         print(one)
 

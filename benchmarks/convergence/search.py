@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from benchmarks.recipes import replace
 from kaisa_optim.optim.mixin import KFACMixin
 
 from .contestants import Config, Contestant
@@ -152,11 +153,7 @@ class Store:
         key = json.dumps([task.name, task.about, one.name, config, seed, n, *where])
         if key not in self.runs:
             self.runs[key] = vars(train(task, data, one, config, seed, n, self.device))
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Put in place whole: a run that is broken off while it writes loses nothing.
-            written = self.path.with_suffix(".part")
-            written.write_text(json.dumps(self.runs))
-            written.replace(self.path)
+            replace(self.path, self.runs)
         return Run(**self.runs[key])
 
     @property

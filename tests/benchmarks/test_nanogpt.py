@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from benchmarks import nanogpt
+from benchmarks import nanogpt, recipes
 
 TEXT = torch.arange(3000) % 65
 
@@ -30,15 +31,16 @@ def test_the_loss_is_of_the_next_character():
     assert nanogpt.measure(nanogpt.GPT(65), rows) == pytest.approx(math.log(65), rel=0.02)
 
 
-def test_runs_that_are_done_are_not_trained_again(tmp_path, monkeypatch):
-    path = tmp_path / "runs.json"
-    first = nanogpt.Runs(path, TEXT, 50).get("AdamW", 0.003, 0)
+def test_runs_that_are_done_are_not_trained_again(tmp_path):
+    out, key = tmp_path / "results" / "x.json", {"name": "AdamW", "lr": 0.003, "steps": 50}
+    train = partial(nanogpt.train, TEXT)
+    first = recipes.Runs(out, train, nanogpt.tell).get(**key, seed=0)
     assert nanogpt.last(first) < 1.88 and nanogpt.reached(first)[0] == 50
-    monkeypatch.setattr(nanogpt, "train", None)
-    again = nanogpt.Runs(path, TEXT, 50)
-    assert nanogpt.last(again.get("AdamW", 0.003, 0)) == nanogpt.last(first)
+    assert list(first) == ["name", "lr", "steps", "seed", "curve"]
+    again = recipes.Runs(out, None, nanogpt.tell)
+    assert nanogpt.last(again.get(**key, seed=0)) == nanogpt.last(first)
     with pytest.raises(TypeError):
-        again.get("AdamW", 0.003, 1)
+        again.get(**key, seed=1)
 
 
 def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():

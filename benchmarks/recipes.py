@@ -1,0 +1,56 @@
+"""What recipes of whole trainings share: their arguments, and the file of runs that are done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+Curve = list[tuple[int, float, float]]  # steps, seconds of training, and what was measured
+
+
+def arguments(
+    about: str | None, data: str, contestants: Iterable[str], seeds: int, out: str
+) -> argparse.ArgumentParser:
+    """Return a parser of what every recipe is told."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = [*contestants]
+    parser.add_argument("--data", type=Path, required=True, help=f"folder with {data}")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results") / out)
+    return parser
+
+
+class Runs:
+    """Runs that are done, in a file beside the results; a recipe started again goes on there."""
+
+    def __init__(
+        self, out: Path, train: Callable[..., Curve], tell: Callable[[dict[str, Any]], str]
+    ) -> None:
+        self.path, self.train, self.tell = out.with_name(f"{out.stem}_runs.json"), train, tell
+        self.done: list[dict[str, Any]] = []
+        if self.path.exists():
+            self.done = json.loads(self.path.read_text())
+
+    def get(self, **key: Any) -> dict[str, Any]:
+        """Return the run of this key, which training takes."""
+        for run in self.done:
+            if key.items() <= run.items():
+                return run
+        self.done.append(run := {**key, "curve": self.train(**key)})
+        replace(self.path, self.done)
+        print(*(f"{field} {value}," for field, value in key.items()), self.tell(run), flush=True)
+        return run
+
+
+def replace(path: Path, content: Any) -> None:
+    """Write a file of JSON whole: an interruption leaves the file of before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(".part")
+    written.write_text(json.dumps(content) + "\n")
+    written.replace(path)
