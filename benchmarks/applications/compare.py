@@ -1,6 +1,6 @@
 """Runs of one application beside its base: steps and seconds to the base's last loss or score.
 
-    python -m benchmarks.applications.compare runs/SGD runs/KFACAdam --out runs/cifar
+    python -m benchmarks.applications.compare runs/Adam runs/KFACAdam --out runs/unet
 
 The first run is the base. Writes OUT.json and OUT.png, and prints a table for a page. A run counts
 as there at its first evaluation with that loss or a lower one; with ``--score mask_ap``, with that

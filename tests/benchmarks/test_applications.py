@@ -20,7 +20,7 @@ from PIL import Image
 from tests.support.ranks import run
 
 pytest.importorskip("tqdm", reason="tqdm is not installed ([applications])")
-from benchmarks.applications import arguments, cifar, common, shards
+from benchmarks.applications import arguments, common, shards, unet
 
 ROOT = Path(__file__).parents[2]
 RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "workloads"
@@ -32,8 +32,7 @@ NEEDS = {
     "maskrcnn": ("torchvision", "pycocotools"),
 }
 SMOKES = [
-    ("cifar", "SGD"),
-    ("cifar", "KFACSGD"),
+    ("unet", "SGD"),
     ("unet", "KFACAdam"),
     ("gpt", "AdamW"),
     ("gpt", "Muon"),
@@ -79,8 +78,8 @@ def test_smoke(name, optimizer, tmp_path):
 
 # ---- exact resume ----
 
-SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD")
-INTERVALS = ("--factor_update_steps", "2", "--inv_update_steps", "4")
+SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD", "--steps", "6")
+INTERVALS = ("--every", "3", "--factor_update_steps", "2", "--inv_update_steps", "4")
 
 
 def in_two_calls(folder, more):
@@ -93,12 +92,12 @@ def in_two_calls(folder, more):
             options = arguments.parse(
                 None,
                 [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)],
-                cifar.DEFAULTS,
-                cifar.PRESETS,
-                cifar.SMOKE,
-                cifar.arguments,
+                unet.DEFAULTS,
+                unet.PRESETS,
+                unet.SMOKE,
+                unet.arguments,
             )
-            trained = common.Run(cifar.job(options, ranks), options, ranks)
+            trained = common.Run(unet.job(options, ranks), options, ranks)
             trained.fit()
         points = [{n: v for n, v in p.items() if n != "seconds"} for p in trained.points]
         weights = [p.detach().clone() for p in trained.job.model.parameters()]
@@ -119,7 +118,7 @@ def test_two_ranks_go_on_exactly(tmp_path):
 
 DIES = """
 import os, signal, sys
-from benchmarks.applications import cifar, common
+from benchmarks.applications import common, unet
 
 save = common.Run.save
 
@@ -130,7 +129,7 @@ def save_then_die(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 common.Run.save = save_then_die
-cifar.main(sys.argv[1:])
+unet.main(sys.argv[1:])
 """
 
 
@@ -159,9 +158,9 @@ def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     given = [*SETTINGS, "--out", str(tmp_path)]
-    cifar.main([*given, "--stop", "3"])
-    with pytest.raises(SystemExit, match=r"another run \(batch: 16 there, 8 here\)"):
-        cifar.main([*given, "--batch", "8"])
+    unet.main([*given, "--stop", "3"])
+    with pytest.raises(SystemExit, match=r"another run \(batch: 2 there, 4 here\)"):
+        unet.main([*given, "--batch", "4"])
 
 
 # ---- arguments ----
