@@ -34,12 +34,11 @@ def test_the_tests_are_run_and_told(tmp_path):
 
 
 def test_a_brief_trial_times_the_defaults_alone(tmp_path):
-    assert main(["--rehearse", "--brief", "--out", str(tmp_path), "--parts", "gpt2"]) == 0
+    assert main(["--rehearse", "--brief", "--out", str(tmp_path), "--parts", "resnet50"]) == 0
     kept = json.loads((tmp_path / "cuda_trial_brief_rehearsal.json").read_text())
-    results = kept["parts"]["gpt2"]["results"]
+    results = kept["parts"]["resnet50"]["results"]
     assert len({one["contest"] for one in results}) == 1
-    assert [x["contestant"] for x in results if "ms" in x] == ["AdamW", "Muon", "KFACAdam"]
-    assert [x["all refreshes of an interval"] > 0 for x in results if "ms" in x][-1]
+    assert [x["contestant"] for x in results if "ms" in x] == ["SGD", "KFACSGD", "Muon"]
     assert not any("kernels" in one for one in results)
 
 
