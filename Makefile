@@ -21,14 +21,16 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test faults zoo coverage bench cuda lint types format clean
+.PHONY: help setup demo docs test faults zoo coverage bench cuda airbench lint types format clean
 
 help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
 	@echo "             (DEMO_ARGS=--short: one seed; DEMO_ARGS=--search: learning rates; RANKS=2)"
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
 	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
-	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER')"
+	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER');"
+	@echo "             BENCH_ARGS=--brief: steps at the defaults alone, in 6 minutes"
+	@echo "make airbench  train CIFAR-10 in seconds on a CUDA device (BENCH_ARGS='--data FOLDER')"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
 	@echo "make faults  plant faults one by one in a copy, and see that the tests catch each"
@@ -85,6 +87,9 @@ bench: $(VENV)/demo-ready
 # On a machine with a CUDA device; the tests that have one are run, too.
 cuda: $(VENV)/all-ready
 	$(BIN)/python -m benchmarks.cuda_trial $(BENCH_ARGS)
+
+airbench: $(VENV)/all-ready
+	$(BIN)/python -m benchmarks.airbench $(BENCH_ARGS)
 
 test: $(VENV)/all-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TEST_ARGS)

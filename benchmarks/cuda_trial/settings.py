@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,8 @@ import torch
 class Settings(NamedTuple):
     device: str
     rehearse: bool  # in tiny sizes
-    data: Path | None
     only: str = ""  # of a contest's contestants: the base, and those that this pattern finds
+    brief: bool = False  # each part's first contest alone, and nobody's steps looked into
 
 
 def synchronize(device: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,24 +16,26 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.networks import Transformer
 from benchmarks.step_time.contestants import (
     BASES,
+    LONG_AGO,
     NEVER,
     PAPERS,
     PEERS,
     TORCH_MUON,
     TURN,
     Maker,
+    Seconds,
     Trainer,
     is_installed,
     ours,
 )
 from benchmarks.step_time.steps import floor, preconditioning
-from benchmarks.step_time.tasks import DEFAULT, LONG, OFTEN, SHORT, TASKS, Task, shown
+from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task, shown
 from kaisa_optim.optim.mixin import KFACMixin
 
 from .settings import Settings, synchronize
 
 _PROFILED = 10  # steps
-_SLOWEST = 0.95  # quantile
+_BEGUN = 3  # steps of each before the turns
 
 
 @dataclass(frozen=True)
@@ -54,29 +56,31 @@ INVERSE: dict[str, Any] = {"compute_method": "inverse"}
 HALF: dict[str, Any] = {"inv_dtype": torch.bfloat16}
 
 
-def resnet50(settings: Settings) -> Iterator[dict[str, Any]]:
+def resnet50(settings: Settings) -> list[Contest]:
     task = (SHORT if settings.rehearse else TASKS)["resnet50"]
     scaled = replace(task, title=f"{task.title}, float16", half=torch.float16)
-    some = {"SGD": BASES["SGD"], "KFACSGD": ours(), "KFACSGD, bfloat16": ours(**HALF)}
-    papers = {"KFACSGD, inverse, bfloat16": ours(**INVERSE, **HALF)}
-    everyone = some | papers | peers("SOAP")
-    yield from compete(Contest(task, everyone, DEFAULT, 40, "KFACSGD"), settings)
-    yield from compete(Contest(task, some | papers, LONG, 40), settings)
-    yield from compete(Contest(task, some | papers | peers(PAPERS), OFTEN, 20), settings)
+    some = {"SGD": BASES["SGD"], "KFACSGD": ours(), "Muon": BASES["Muon"]}
+    halves = {"KFACSGD, bfloat16": ours(**HALF)}
+    papers = halves | {"KFACSGD, inverse, bfloat16": ours(**INVERSE, **HALF)}
+    contests = [
+        Contest(task, some | papers | peers("SOAP"), DEFAULT, 40, "KFACSGD"),
+        Contest(task, some | papers | peers(PAPERS), OFTEN, 20),
+    ]
     if settings.device == "cuda":  # CPUs have no loss scaling to try
-        yield from compete(Contest(scaled, some | papers, LONG, 30), settings)
+        contests.append(Contest(scaled, some | papers, DEFAULT, 30))
+    return contests
 
 
-def bert_large(settings: Settings) -> Iterator[dict[str, Any]]:
+def bert_large(settings: Settings) -> list[Contest]:
     task = (SHORT if settings.rehearse else TASKS)["bert-large"]
     some = {
-        "LAMB": BASES["LAMB"],
-        "KFACLAMB": ours("LAMB"),
-        "KFACLAMB, bfloat16": ours("LAMB", **HALF),
-        "KFACLAMB, bfloat16, a quarter": ours("LAMB", **HALF, statistics_fraction=0.25),
-        "KFACLAMB, inverse, bfloat16": ours("LAMB", **INVERSE, **HALF),
+        "AdamW": BASES["AdamW"],
+        "Muon": BASES["Muon"],
+        "KFACAdam": ours("AdamW"),
+        "KFACAdam, bfloat16, a quarter": ours("AdamW", **HALF, statistics_fraction=0.25),
+        "KFACAdam, inverse, bfloat16": ours("AdamW", **INVERSE, **HALF),
     }
-    yield from compete(Contest(task, some, DEFAULT, 20, "KFACLAMB"), settings)
+    return [Contest(task, some, DEFAULT, 30, "KFACAdam")]
 
 
 def _gpt2() -> nn.Module:
@@ -88,7 +92,7 @@ def _words() -> tuple[Tensor, Tensor]:
     return words[:, :-1], words[:, 1:]
 
 
-def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
+def gpt2(settings: Settings) -> list[Contest]:
     if settings.rehearse:
         task = SHORT["transformer"]
     else:
@@ -101,8 +105,7 @@ def gpt2(settings: Settings) -> Iterator[dict[str, Any]]:
         "KFACAdam, bfloat16": ours("AdamW", **HALF),
         "KFACAdam, inverse, bfloat16": ours("AdamW", **INVERSE, **HALF),
     }
-    everyone = some | peers(TORCH_MUON, "SOAP")
-    yield from compete(Contest(task, everyone, DEFAULT, 40, "KFACAdam"), settings)
+    return [Contest(task, some | peers(TORCH_MUON, "SOAP"), DEFAULT, 40, "KFACAdam")]
 
 
 def peers(*names: str) -> dict[str, Maker]:
@@ -110,6 +113,30 @@ def peers(*names: str) -> dict[str, Maker]:
 
 
 # ---- one contest ----
+
+
+def run(
+    contests: Callable[[Settings], list[Contest]], settings: Settings
+) -> Iterator[dict[str, Any]]:
+    for contest in contests(settings)[: 1 if settings.brief else None]:
+        yield from compete(contest, settings)
+
+
+def mean_step(times: Sequence[float], interval: int) -> tuple[float, float]:
+    """Return the mean step of a whole interval of refreshes, and what these add to it in all.
+
+    The times are of whole turns. All slots to refresh lie in the turn that begins an interval; it
+    counts once, and the mean of the other turns counts for the rest of the interval.
+    """
+    turns = range(0, len(times), TURN)
+    means = {LONG_AGO - 1 + _BEGUN + i: statistics.fmean(times[i : i + TURN]) for i in turns}
+    refreshing = [mean for number, mean in means.items() if number % interval == 0]
+    others = [mean for number, mean in means.items() if number % interval]
+    if interval <= TURN or not (refreshing and others):
+        return statistics.fmean(times), 0.0
+    usual = statistics.fmean(others)
+    added = TURN * (statistics.fmean(refreshing) - usual)
+    return usual + added / interval, added
 
 
 def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
@@ -123,39 +150,40 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
         make = contest.makers[name]
         trainers[name], first = begun(contest, make, device)
         yield {"contest": title, "contestant": name} | first
-    stages: dict[str, list[tuple[float, float]]] = {name: [] for name in trainers}
-    steps = 4 if settings.rehearse else contest.steps
+    stages: dict[str, list[Seconds]] = {name: [] for name in trainers}
+    steps = 4 if settings.rehearse and not settings.brief else contest.steps
     for start in range(0, steps, TURN):
         for name, trainer in trainers.items():
             stages[name] += trainer.run(min(TURN, steps - start))
-    times = {name: [1e3 * sum(pair) for pair in both] for name, both in stages.items()}
-    base_times, *_ = times.values()
-    for name, own in times.items():
-        ordered = sorted(own)
+    of_base = 0.0
+    for name, pairs in stages.items():
+        times = [1e3 * sum(pair) for pair in pairs]
+        mean, added = mean_step(times, contest.intervals[1])
+        of_base = of_base or mean
         yield {
             "contest": title,
             "contestant": name,
-            "ms": statistics.fmean(own),
-            "ratio": statistics.fmean(own) / statistics.fmean(base_times),
-            "median": statistics.median(own),
-            "95th percentile": ordered[int(_SLOWEST * (len(own) - 1))],
-            "passes": 1e3 * statistics.fmean(a for a, _ in stages[name]),
-            "step()": 1e3 * statistics.fmean(b for _, b in stages[name]),
+            "ms": mean,
+            "ratio": mean / of_base,
+            "median": statistics.median(times),
+            "slowest": max(times),
+            "all refreshes of an interval": added,
+            "passes": mean_step([1e3 * a for a, _ in pairs], contest.intervals[1])[0],
+            "step()": mean_step([1e3 * b for _, b in pairs], contest.intervals[1])[0],
         }
-    if contest.profiled in trainers:
+    if contest.profiled in trainers and not settings.brief:
         yield {"contest": title, "contestant": contest.profiled} | looked_into(
             trainers[contest.profiled]
         )
     # Last, as it lets K-FAC only precondition from then on.
-    of_base = trainers[base]
-    operations, plain = of_base.operations(), preconditioning(of_base)
+    operations, plain = trainers[base].operations(), preconditioning(trainers[base])
     for name, trainer in trainers.items():
         least = floor(operations, preconditioning(trainer), plain)
         yield {"contest": title, "contestant": name, "floor": least}
 
 
 def begun(contest: Contest, make: Maker, device: str) -> tuple[Trainer, dict[str, Any]]:
-    """A trainer after its first three steps: the first one's seconds, and the memory's peak."""
+    """A trainer after its first steps: the first one's seconds, and the memory's peak."""
     before = 0
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -166,7 +194,7 @@ def begun(contest: Contest, make: Maker, device: str) -> tuple[Trainer, dict[str
     trainer.run(1)
     synchronize(device)
     first = time.perf_counter() - start
-    trainer.run(2)
+    trainer.run(_BEGUN - 1)
     found: dict[str, Any] = {"first step, s": first}
     if device == "cuda":
         found["peak GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30

@@ -5,10 +5,10 @@
         [--device cpu|cuda] [--out DIRECTORY]
 
 Parts: "steps" compares whole steps, their stages and their memory: each class beside its base at
-the default intervals, 10/20, then KFACSGD beside the papers' methods and peers at the papers'
-intervals; "ranks" their growth from one rank to several. Peers are kfac-pytorch (``import kfac``),
-SOAP from pytorch-optimizer, and torch's Muon; those that are not installed are named. With --out,
-each part leaves its results with the machine's description as JSON, and a plot.
+the default intervals, 10/100, KFACSGD also beside the papers' methods and peers, and at 1/10;
+"ranks" their growth from one rank to several. Peers are kfac-pytorch (``import kfac``), SOAP from
+pytorch-optimizer, and torch's Muon; those that are not installed are named. With --out, each part
+leaves its results with the machine's description as JSON, and a plot.
 """
 
 from __future__ import annotations

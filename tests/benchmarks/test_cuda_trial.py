@@ -12,6 +12,7 @@ from benchmarks.cuda_trial import __main__ as trial
 from benchmarks.cuda_trial import parts
 from benchmarks.cuda_trial.__main__ import PARTS, main
 from benchmarks.cuda_trial.parts import Part
+from benchmarks.cuda_trial.steps import mean_step
 
 
 def recorded(folder):
@@ -30,6 +31,24 @@ def test_the_tests_are_run_and_told(tmp_path):
     assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
     _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
     assert exactness["code"] == 0 and "1 passed" in exactness["said"]
+
+
+def test_a_brief_trial_times_the_defaults_alone(tmp_path):
+    assert main(["--rehearse", "--brief", "--out", str(tmp_path), "--parts", "resnet50"]) == 0
+    kept = json.loads((tmp_path / "cuda_trial_brief_rehearsal.json").read_text())
+    results = kept["parts"]["resnet50"]["results"]
+    assert len({one["contest"] for one in results}) == 1
+    assert [x["contestant"] for x in results if "ms" in x] == ["SGD", "KFACSGD", "Muon"]
+    assert not any("kernels" in one for one in results)
+
+
+@pytest.mark.parametrize("steps", [30, 40])
+def test_a_mean_step_has_the_interval_s_share_of_refreshes(steps):
+    """Steps of an interval that cost 1, 5 more where they gather, and 150 in its two refreshes."""
+    interval = [1 + 5 * (step % 5 == 0) + {0: 100, 5: 50}.get(step, 0) for step in range(100)]
+    times = [interval[number % 100] for number in range(980, 980 + steps)]
+    assert mean_step(times, 100) == pytest.approx((sum(interval) / 100, 150))
+    assert mean_step(times, 10) == (sum(times) / steps, 0)  # a refresh in each turn
 
 
 def fails(settings):

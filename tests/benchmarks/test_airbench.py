@@ -1,0 +1,144 @@
+"""The recipe of airbench94: its parts as published, and a rehearsal in tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import airbench
+from benchmarks.airbench import (
+    CONTESTANTS,
+    SHIFT,
+    Network,
+    Run,
+    augmented,
+    look_ahead,
+    mirrored,
+    patches,
+    share,
+    train,
+    with_border,
+)
+
+
+def images(count: int = 40) -> torch.Tensor:
+    """Return smooth noise: neighbours and colours depend on each other."""
+    torch.manual_seed(0)
+    noise = F.avg_pool2d(torch.randn(count, 3, 34, 34), 3, 1)
+    return 4 * (noise + noise.mean(1, keepdim=True))
+
+
+def test_the_first_layer_whitens():
+    net, some = Network(images(), (8, 8, 8)), images()
+    assert not net.whiten.weight.requires_grad and net.whiten.bias.requires_grad
+    before = patches(some)
+    assert (before.T @ before / len(before) - torch.eye(12)).abs().max() > 1
+    out = net.whiten(some).permute(0, 2, 3, 1).flatten(0, 2)
+    moments = out[:, :12].T @ out[:, :12] / len(out)
+    torch.testing.assert_close(moments, torch.eye(12), rtol=0, atol=0.02)
+    torch.testing.assert_close(out[:, 12:], -out[:, :12])
+
+
+def test_an_image_is_mirrored_in_every_other_epoch():
+    first = torch.rand(50) < 0.5
+    seen = torch.stack([mirrored(first, epoch) for epoch in range(6)])
+    assert torch.equal(seen[0], first) and 0 < first.sum() < 50
+    assert (seen[1:] != seen[:-1]).all()
+
+
+def test_crops_are_of_the_image_and_its_mirror():
+    picture = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    padded = with_border(picture, torch.zeros(3), torch.ones(3))
+    torch.manual_seed(0)
+    met = set()
+    for _ in range(200):
+        crops = augmented(padded, torch.tensor([False, True]))
+        inside = [padded[0].permute(2, 0, 1), padded[1].permute(2, 0, 1).flip(2)]
+        for crop, whole in zip(crops, inside, strict=True):
+            places = [(i, j) for i in range(5) for j in range(5)]
+            equal = [p for p in places if torch.equal(whole[:, p[0] :, p[1] :][:, :8, :8], crop)]
+            met.update(equal)
+            assert equal
+    assert len(met) == (2 * SHIFT + 1) ** 2
+
+
+def test_convolutions_hand_their_inputs_on_and_logits_are_scaled():
+    net = Network(images(), (32, 40, 40))
+    x = torch.randn(2, 24, 6, 6)
+    torch.testing.assert_close(net.blocks[0][0](x)[:, :24], x)
+    assert not any(norm.weight.requires_grad for norm in (net.blocks[0][2], net.blocks[0][5]))
+    net.head.weight.data.fill_(1.0)
+    net.eval()
+    features = net.blocks(F.gelu(net.whiten(images())))
+    total = features.amax((2, 3)).sum(1, keepdim=True)
+    torch.testing.assert_close(net(images()), (total / 9).expand(-1, 10))
+
+
+def test_the_loss_is_smoothed(monkeypatch):
+    """Of the mean of cross-entropies, a fifth is of all classes alike."""
+    found = []
+
+    def cross_entropy(out, labels, **how):
+        found.append((loss(out, labels, **how), out.detach(), labels))
+        return found[-1][0]
+
+    loss = F.cross_entropy
+    monkeypatch.setattr(airbench.F, "cross_entropy", cross_entropy)
+    train(tiny(1), "SGD", 0.1, 0)
+    got, out, labels = found[0]
+    logs = out.log_softmax(1)
+    by_hand = -0.8 * logs[torch.arange(len(out)), labels] - 0.2 * logs.mean(1)
+    torch.testing.assert_close(got, by_hand.mean())
+
+
+def tiny(epochs: int) -> Run:
+    return airbench.loaded(None, True, "cpu")._replace(epochs=epochs)
+
+
+@pytest.mark.parametrize("name", CONTESTANTS)
+def test_all_that_is_trained_moves_and_the_whitening_stays(name, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        airbench, "Network", lambda *given: made.append(Network(*given)) or made[-1]
+    )
+    before = Network(images(), (8, 8, 8))  # names alone
+    train(tiny(4), name, CONTESTANTS[name][1][0], 0)
+    trained = {key for key, p in before.named_parameters() if p.requires_grad}
+    torch.manual_seed(0)
+    padded = tiny(1).train[0][:, SHIFT:-SHIFT, SHIFT:-SHIFT].permute(0, 3, 1, 2)
+    start = dict(Network(padded, (8, 8, 8)).named_parameters())
+    moved = {key for key, p in made[0].named_parameters() if not torch.equal(p, start[key])}
+    assert moved == trained
+
+
+def test_schedules_end_where_they_should():
+    rises = [share("SGD", part) for part in (0, 0.23, 1)]
+    assert rises == pytest.approx([0.2, 1, 0.07])
+    assert [share("Muon", part) for part in (0, 0.5, 1)] == [1, 0.5, 0]
+
+
+def test_look_ahead_takes_the_average():
+    slow, state = [torch.zeros(2)], [torch.ones(2)]
+    look_ahead(slow, state, 0.75)
+    assert slow[0].tolist() == state[0].tolist() == [0.25, 0.25]
+
+
+def test_the_rehearsal_writes_rows_with_their_spread(tmp_path):
+    out = tmp_path / "air" / "bench.json"
+    airbench.main(["--rehearse", "--out", str(out)])
+    kept = json.loads(out.read_text())
+    assert [row["optimizer"] for row in kept["rows"]] == list(CONTESTANTS)
+    assert len(kept["tries"]) == 3 * len(CONTESTANTS)
+    for row in kept["rows"]:
+        runs = kept["runs"][row["optimizer"]]
+        values = [run["accuracy"] for run in runs]
+        assert row["n"] == len({run["seed"] for run in runs}) == 2
+        assert row["accuracy"] == pytest.approx(sum(values) / 2)
+        assert row["σ of accuracy"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+        assert row["seconds"] > 0 and "autocast" in row["differs from the publication"]
+        tried = {x["lr"]: x["accuracy"] for x in kept["tries"] if x["name"] == row["optimizer"]}
+        assert tried[row["lr"]] == max(tried.values())
