@@ -74,11 +74,11 @@ def compete(name: str, options: argparse.Namespace) -> None:
     entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
-    kept = Kept.read(stem.with_suffix(".json"), options.kept)
-    rated = best_settings(options.out, task, [one.name for one in present])
+    kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
+    rated = best_settings(options.out, task, CONTESTANTS)
     if missing := set(options.rated).difference(rated):
         raise SystemExit(f"--rated {', '.join(sorted(missing))}: no rates on {name} in {options.out}")
-    kept = kept.with_settings({one: rated[one] for one in options.rated})
+    kept.best.update({one: rated[one] for one in options.rated})
     outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept, rated)
     score = task.score.name if task.score else None
     report(outcome, score)

@@ -65,13 +65,9 @@ class Kept:
         best = {row["optimizer"]: row["settings"] for row in found["final"]}
         if missing := set(names).difference(best):
             raise SystemExit(f"--kept {', '.join(sorted(missing))}: not in {path}")
-        reached = [Reached(**one) for one in found.get("to the baseline's loss", ())]
-        return cls({name: best[name] for name in names}, reached)
-
-    def with_settings(self, settings: dict[str, Config]) -> Kept:
-        """Return a copy with these settings, without the results of their optimizers."""
-        reached = [r for r in self.reached if not settings.keys() & {r.baseline, r.optimizer}]
-        return Kept({**self.best, **settings}, reached)
+        reached = [Reached(**row) for row in found.get("to the baseline's loss", ())]
+        among = [x for x in reached if {x.baseline, x.optimizer} <= set(names)]
+        return cls({name: best[name] for name in names}, among)
 
     def of(self, baseline: str, optimizer: str, best: dict[str, Config]) -> Reached | None:
         """Return the earlier result of two optimizers, unless the best settings of one changed."""
