@@ -170,9 +170,9 @@ def averages() -> str:
     """Return geometric means of the shares, over tasks that all beside a baseline have."""
     rows = []
     for base_name, names in AVERAGED.items():
-        contests = CONTESTS
+        contests = [*CONTESTS]
         if base_name == "SGD":
-            contests = tuple(dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS))
+            contests = [*dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS)]
         tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
         tasks.append([of_nanogpt(base_name, name) for name in names])
         columns = zip(*(task for task in tasks if None not in task), strict=True)

@@ -76,8 +76,8 @@ def compete(name: str, options: argparse.Namespace) -> None:
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
     rated = best_settings(options.out, task, CONTESTANTS)
-    if missing := set(options.rated).difference(rated):
-        raise SystemExit(f"--rated {', '.join(sorted(missing))}: no rates on {name} in {options.out}")
+    if missing := sorted(set(options.rated).difference(rated)):
+        raise SystemExit(f"--rated {', '.join(missing)}: no rates on {name} in {options.out}")
     kept.best.update({one: rated[one] for one in options.rated})
     outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept, rated)
     score = task.score.name if task.score else None
