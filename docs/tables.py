@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +80,9 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
+AVERAGED = {"AdamW": ("KFACAdam", "SOAP", "Muon"), "SGD": ("KFACSGD",)}
+MISSED = (1.0, 1.0)  # shares that count where the baseline's loss is not reached
+NANOGPT = "nanogpt"
 MASKED = {
     "LAMB": "LAMB",
     "KFACLAMB": "KFACLAMB, defaults",
@@ -123,12 +127,33 @@ def kept(name: str) -> Any:
 # ---- convergence ----
 
 
-def reached(contest: Contest, optimizer: str) -> tuple[float, float] | None:
-    """Return the shares of the baseline's steps and seconds, or None where not reached."""
+def reached(
+    contest: Contest, optimizer: str, missed: tuple[float, float] | None = None
+) -> tuple[float, float] | None:
+    """Return the shares of the baseline's steps and seconds; ``missed`` where not reached, None
+    where not measured."""
     for row in kept(f"convergence_{contest.file}")["to the baseline's loss"]:
         if (row["baseline"], row["optimizer"]) == (contest.baseline, optimizer):
-            return row["of_its_steps"] and (row["of_its_steps"], row["of_its_seconds"])
+            found = row["of_its_steps"] and (row["of_its_steps"], row["of_its_seconds"])
+            return found or missed
     return None
+
+
+def of_nanogpt(base_name: str, optimizer: str) -> tuple[float, float] | None:
+    """Return the shares of the baseline's steps and seconds to nanoGPT's loss, as ``reached``.
+
+    The best rows count. A baseline that misses the loss counts with its whole run.
+    """
+    costs: dict[str, list[tuple[bool, float, float]]] = {}
+    for row in kept(NANOGPT)["rows"] if (RESULTS / f"{NANOGPT}.json").exists() else ():
+        cost = True, row["steps"], row["steps"] * row["ms per step"] / 1e3
+        if "steps to the target" in row:
+            cost = False, row["steps to the target"], row["seconds to the target"]
+        costs.setdefault(row["optimizer"], []).append(cost)
+    if not {base_name, optimizer} <= costs.keys():
+        return None
+    (_, *base), (missed, *own) = min(costs[base_name]), min(costs[optimizer])
+    return MISSED if missed else (own[0] / base[0], own[1] / base[1])
 
 
 def shares() -> str:
@@ -139,6 +164,23 @@ def shares() -> str:
         cells = [f"{x[0]:.2f} / {x[1]:.2f}" if x else "" for x in found]
         rows.append([f"{contest.title}, {contest.baseline}", *cells])
     return traffic.table(["task, baseline", *names], rows)
+
+
+def averages() -> str:
+    """Return geometric means of the shares, over tasks that all beside a baseline have."""
+    rows = []
+    for base_name, names in AVERAGED.items():
+        contests = [*CONTESTS]
+        if base_name == "SGD":
+            contests = [*dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS)]
+        tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
+        tasks.append([of_nanogpt(base_name, name) for name in names])
+        columns = zip(*(task for task in tasks if None not in task), strict=True)
+        for name, found in zip(names, columns, strict=False):  # no columns without a common task
+            cells = [f"{statistics.geometric_mean(x):.2f}" for x in zip(*found, strict=True)]
+            counts = f"{len(found)}", f"{found.count(MISSED)}"
+            rows.append([f"{name}, {base_name}", *counts, *cells])
+    return traffic.table(["optimizer, baseline", "tasks", "missed", "steps", "seconds"], rows)
 
 
 def gains() -> str:
@@ -356,6 +398,7 @@ TABLES = {
     ROOT / "README.md": {"gains": gains},
     PAGES / "convergence.md": {
         "shares": shares,
+        "averages": averages,
         "losses": losses,
         "rates": rates,
         "rates of SGD": rates_of_sgd,

@@ -11,8 +11,9 @@ whole horizon and over ever shorter ones, each with a schedule of its own. The t
 which the baseline ends its whole horizon; "steps" is the shortest horizon that ends there, in the
 median. --targets names the baselines to come to; otherwise all are. --kept names those whose
 settings are taken from the result in FOLDER, in place of a search: so others can join them.
---rated names those who train at the best rate of FOLDER's rates_TASK.json, which
-``python -m benchmarks.convergence.rates`` writes, in place of a search.
+Who has a best rate in FOLDER's rates_TASK.json, which ``python -m benchmarks.convergence.rates``
+writes, trains at it, too, and takes the settings that end lower. --rated names those who train at
+it in place of a search.
 Runs are kept in FOLDER as they end: a search that was broken off goes on.
 
 --data is a folder with what a task needs, or with folders that have it: FashionMNIST/raw (IDX),
@@ -73,9 +74,12 @@ def compete(name: str, options: argparse.Namespace) -> None:
     entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
-    kept = Kept.read(stem.with_suffix(".json"), options.kept)
-    kept = kept.with_settings(best_settings(options.out, task, options.rated))
-    outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept)
+    kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
+    rated = best_settings(options.out, task, CONTESTANTS)
+    if missing := sorted(set(options.rated).difference(rated)):
+        raise SystemExit(f"--rated {', '.join(missing)}: no rates on {name} in {options.out}")
+    kept.best.update({one: rated[one] for one in options.rated})
+    outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept, rated)
     score = task.score.name if task.score else None
     report(outcome, score)
     save(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib
@@ -64,19 +65,16 @@ class Kept:
         best = {row["optimizer"]: row["settings"] for row in found["final"]}
         if missing := set(names).difference(best):
             raise SystemExit(f"--kept {', '.join(sorted(missing))}: not in {path}")
-        reached = [Reached(**one) for one in found.get("to the baseline's loss", ())]
-        return cls({name: best[name] for name in names}, reached)
+        reached = [Reached(**row) for row in found.get("to the baseline's loss", ())]
+        among = [x for x in reached if {x.baseline, x.optimizer} <= set(names)]
+        return cls({name: best[name] for name in names}, among)
 
-    def with_settings(self, settings: dict[str, Config]) -> Kept:
-        """Return a copy with these settings, without the results of their optimizers."""
-        reached = [r for r in self.reached if not settings.keys() & {r.baseline, r.optimizer}]
-        return Kept({**self.best, **settings}, reached)
-
-    def of(self, baseline: str, optimizer: str) -> Reached | None:
-        both = (
-            one for one in self.reached if (one.baseline, one.optimizer) == (baseline, optimizer)
-        )
-        return next(both, None) if {baseline, optimizer} <= self.best.keys() else None
+    def of(self, baseline: str, optimizer: str, best: dict[str, Config]) -> Reached | None:
+        """Return the earlier result of two optimizers, unless the best settings of one changed."""
+        pair = (baseline, optimizer)
+        if any(self.best.get(name) != best[name] for name in pair):
+            return None
+        return next((x for x in self.reached if (x.baseline, x.optimizer) == pair), None)
 
 
 def picked(names: Sequence[str]) -> tuple[list[Contestant], list[str]]:
@@ -101,36 +99,42 @@ def contest(
     seeds: Sequence[int],
     targets: Collection[str] | None = None,
     kept: Kept = Kept({}, []),
+    rated: Mapping[str, Config] = MappingProxyType({}),
 ) -> Outcome:
-    """The same number of trials for all, then a run for each seed, then shorter horizons.
+    """Search with as many trials for all, then train each seed, then shorter horizons.
 
-    ``targets`` names those to whose ends the others are to come; all of them unless given.
+    An optimizer that has ``rated`` settings, too, takes those whose whole horizons end lower in the
+    median. ``targets`` names those to whose ends the others are to come; all unless given.
     """
     names = [e.one.name for e in entries]
     for option, asked in (("--targets", targets or ()), ("--kept", kept.best)):
         if strangers := set(asked).difference(names):
             wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
             raise SystemExit(f"{option} {wrong}: not among those who train, {right}")
-    best = {
-        e.one.name: kept.best.get(e.one.name) or search(e.task, data, e.one, store, trials)
-        for e in entries
-    }
-    final: dict[str, list[Run]] = {name: [] for name in best}
+    tried: dict[str, list[Config]] = {}
+    for e in entries:
+        name = e.one.name
+        first = kept.best.get(name) or search(e.task, data, e.one, store, trials)
+        other = rated.get(name, first)
+        tried[name] = [first] if other == first else [first, other]
+    whole: dict[str, list[list[Run]]] = {name: [[] for _ in x] for name, x in tried.items()}
     # They take turns, so that a machine that slows down slows all of them.
     for seed in seeds:
         for e in entries:
-            run = store.get(e.task, data, e.one, best[e.one.name], seed, e.task.steps)
-            final[e.one.name].append(run)
+            for runs, config in zip(whole[e.one.name], tried[e.one.name], strict=True):
+                runs.append(store.get(e.task, data, e.one, config, seed, e.task.steps))
+    final = {name: min(x, key=_median) for name, x in whole.items()}
+    best = {name: runs[0].config for name, runs in final.items()}
     reached = []
     for base in entries:
         if targets is not None and base.one.name not in targets:
             continue
         own = final[base.one.name]
-        target = statistics.median(run.loss for run in own)
+        target = _median(own)
         seconds = statistics.median(run.seconds for run in own)
         for e in _rivals(base, entries) if target < math.inf else ():
             name = e.one.name
-            if (known := kept.of(base.one.name, name)) is not None:
+            if (known := kept.of(base.one.name, name, best)) is not None:
                 reached.append(known)
                 continue
             part, runs = shortest(
@@ -143,6 +147,10 @@ def contest(
                 found = Reached(base.one.name, name, steps, needed, *ratios)
             reached.append(found)
     return Outcome(best, final, reached)
+
+
+def _median(runs: Sequence[Run]) -> float:
+    return statistics.median(run.loss for run in runs)
 
 
 def _rivals(base: Entry, entries: Sequence[Entry]) -> list[Entry]:

@@ -232,18 +232,16 @@ def best(curve: dict[float, float]) -> float:
 
 
 def best_settings(folder: Path, task: Task, names: Collection[str]) -> dict[str, Config]:
-    """Return the settings of each name at its best rate, as ``folder`` has them.
+    """Return the settings of each name at its best rate, where ``folder`` has rates of it.
 
     With settings of their own beside it, or the optimizer's defaults: "KFACAdam, defaults".
     """
     curves = Kept.here(folder, task).curves()
     found: dict[str, Config] = {}
     for name in names:
-        rated = name.removesuffix(_DEFAULTS)
-        if rated not in curves:
-            raise SystemExit(f"--rated {name}: its rates on {task.name} are not in {folder}")
-        settings = {} if name.endswith(_DEFAULTS) else _settings_of(name)
-        found[name] = {"lr": best(means(curves[rated])), **settings}
+        if (curve := curves.get(name.removesuffix(_DEFAULTS))) is not None:
+            settings = {} if name.endswith(_DEFAULTS) else _settings_of(name)
+            found[name] = {"lr": best(means(curve)), **settings}
     return found
 
 
