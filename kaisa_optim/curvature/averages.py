@@ -279,13 +279,10 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
 # ---- averages ----
 
 
-DecayOf = Callable[[Layer], float]
-
-
 def update(
     factors: Sequence[tuple[Layer, Side, Tensor]],
     plan: StepPlan,
-    decay_of: DecayOf,
+    decay_of: Callable[[Layer], float],
     *,
     scale_free: bool,
 ) -> None:

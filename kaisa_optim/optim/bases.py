@@ -573,9 +573,7 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
     try:
         for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
             params, decay = group["params"], group.get("weight_decay")
-            apart = [
-                p for p, number in zip(plan.parameters, plan.numbers, strict=True) if number == i
-            ]
+            apart = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
             if not (decay and apart):
                 continue
             changed.append((group, params, decay))

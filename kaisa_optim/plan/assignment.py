@@ -294,7 +294,6 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
     """Return the costs of A and of G, of all blocks together."""
-
     costs = []
     for size, diagonal in ((task.a, task.diagonal_a), (task.g, task.diagonal_g)):
         value = strategy.cost(size, diagonal)
