@@ -221,18 +221,14 @@ class Status:
             if self.comparison is not None:
                 sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 totals = self._ranks.sum_numbers(sums, f"agreeing on step {number}").tolist()
-        start, lists = HEAD, []
-        for part in parts:
-            lists.append(totals[start : start + len(part)])
-            start += len(part)
+        rest = iter(totals[HEAD:])
+        lists = [[*itertools.islice(rest, len(part))] for part in parts]
         total = StepReport(*totals[:HEAD], *lists)
         if total.failed and not (loads and total.failed == self._ranks.world):
             error: Exception | None
             if loads:
-                remedy = (
-                    "only some ranks have loaded a state: call load_state_dict() on all of them"
-                )
-                error, doing = RuntimeError(remedy), "loading"
+                why = "only some ranks have loaded a state: call load_state_dict() on all of them"
+                error, doing = RuntimeError(why), "loading"
             else:  # the next step starts without the error
                 error, doing, capture.errors.error = capture.errors.error, "capturing", None
                 if error is None and self._failure is not None:

@@ -17,15 +17,7 @@ from torch import Tensor
 
 from ..comm.ranks import Ranks
 from ..comm.sharding import is_sharded, local
-from ..curvature.group import (
-    Group,
-    ParameterStack,
-    alike,
-    by_device,
-    device_of,
-    stack_key,
-    strides,
-)
+from ..curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
 from ..curvature.lengths import SHARD_SUMS, Share, are_alike
 from ..curvature.rules import Rule
 from ..layers import Layer

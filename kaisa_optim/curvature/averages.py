@@ -181,10 +181,7 @@ class FactorSums:
                     x.unit = unit
 
     def mix(
-        self,
-        layers: Iterable[Layer],
-        plan: StepPlan,
-        sum_over_ranks: Callable[[Tensor], Tensor],
+        self, layers: Iterable[Layer], plan: StepPlan, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> None:
         """Take the plain and the crossed uses of each layer as one product.
 

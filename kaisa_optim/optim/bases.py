@@ -22,14 +22,7 @@ from ..comm.sharding import is_sharded, local, parts_here, sharded_like
 from ..core.options import Group, rate_of
 from ..core.plan import CompiledPlan
 from ..curvature.group import ParameterStack
-from ..curvature.lengths import (
-    AdamLength,
-    AdamSettings,
-    BaseNumbers,
-    FallLength,
-    Length,
-    SGDLength,
-)
+from ..curvature.lengths import AdamLength, AdamSettings, BaseNumbers, FallLength, Length, SGDLength
 from ..errors import invalid
 from . import checkpoint, lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
@@ -55,7 +48,6 @@ class BaseStep:
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
     measures: str | None = ""  # what the length measures of gradients; None: nothing of them
     turns = True  # gradients are turned around where the base maximizes
-    limits = False  # the base limits gradients of all parameters together
     counts = False  # entries have a count of steps, on all ranks
     idle: Any = ()  # the settings of a parameter without a gradient; empty: there are none
     held: tuple[str, ...] = ("exp_avg", "step")  # keys of K-FAC's tensors in the entries
@@ -386,7 +378,6 @@ class AdamStep(BaseStep):
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
 
-    limits = True
     counts = False
 
     def limited(self) -> Pairs:

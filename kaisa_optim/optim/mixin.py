@@ -113,8 +113,7 @@ class KFACMixin(Optimizer):
         with products.without_autocast(self.device.type) if autocast else nullcontext():
             if kfac.unsettled:
                 self._settle_load()
-            limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
-            with gradients_of(base.limited()) if limits else nullcontext():
+            with gradients_of(base.limited()):
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
@@ -357,10 +356,8 @@ class KFACMixin(Optimizer):
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
             if "preconditioner" in self.__dict__:
-                entries = self._loaded.entries if "_loaded" in self.__dict__ else {}
-                restored = self._resume(entries)
-                if "_loaded" in self.__dict__:
-                    self._loaded.anew = restored
+                load = self.__dict__.get("_loaded") or checkpoint.Load(self)
+                load.anew = self._resume(load.entries)
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])

@@ -260,10 +260,7 @@ def assign(
 
 
 def loads(
-    strategy: WorkAssignment,
-    tasks: Iterable[Task],
-    placements: Mapping[str, Placement],
-    world: int,
+    strategy: WorkAssignment, tasks: Iterable[Task], placements: Mapping[str, Placement], world: int
 ) -> list[float]:
     """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
