@@ -550,8 +550,7 @@ class Capture:
                 return
             layer, covers, device = call.layer, call.covers, grad.device.type
             precision = full_precision(self._precision)
-            quiet = without_autocast(device)
-            with self._lock, torch.no_grad(), precision, quiet, stage("capture"):
+            with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
                 if drawing is None:
                     self._reach(call)
                 if call.task < GATHER:
