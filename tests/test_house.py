@@ -16,8 +16,8 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 12_577,
-    "functions of the package": 750,
+    "lines of the package": 12_493,
+    "functions of the package": 745,
     "files of the package": 49,
     "lines of tools": 2_183,
     "lines of tests": 30_745,

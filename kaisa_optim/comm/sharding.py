@@ -104,17 +104,6 @@ def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
     )
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor on each rank, gathered from its parts."""
-    parts: Any = tensor
-    return parts.full_tensor() if is_sharded(tensor) else tensor
-
-
-def layout(tensor: Any) -> Any:
-    """Return a sharded tensor's layout, else ``None``; one operation takes one layout."""
-    return (tensor.device_mesh, tensor.placements) if is_sharded(tensor) else None
-
-
 def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
     """Return the whole parameter while ``fully_shard`` has it in its module, else ``None``."""
     current = module._parameters.get(name)

@@ -6,12 +6,10 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ..capture import fisher
 from ..capture.hooks import Capture
@@ -27,7 +25,7 @@ from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
 from ..plan.routes import Bucket, state_rounds, sum_buckets
 from ..plan.schedule import HEAD, StepPlan, StepReport
-from ..stages import PREFIX
+from ..stages import stage
 from . import reports
 from .coverage import unwrapped
 from .options import Options
@@ -118,9 +116,7 @@ class Comparison:
         steps = {step for notes in of_ranks for step, _ in notes}
         first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
         for step in sorted(step for step in steps if step >= first):
-            present = []
-            for notes in of_ranks:
-                present.append([names for since, names in notes if since <= step][-1])
+            present = [[names for since, names in x if since <= step][-1] for x in of_ranks]
             for name in self._registry.layers:
                 without = [rank for rank, names in enumerate(present) if name not in names]
                 if not 0 < len(without) < self._ranks.world:
@@ -220,24 +216,19 @@ class Status:
             report = report._replace(failed=True)
         parts: Any = report[HEAD:]
         numbers = [*report[:HEAD], *itertools.chain.from_iterable(parts)]
-        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
-        with label(PREFIX + "agree"):
+        with stage("agree"):
             totals = numbers
             if self.comparison is not None:
                 sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
                 totals = self._ranks.sum_numbers(sums, f"agreeing on step {number}").tolist()
-        start, lists = HEAD, []
-        for part in parts:
-            lists.append(totals[start : start + len(part)])
-            start += len(part)
+        rest = iter(totals[HEAD:])
+        lists = [[*itertools.islice(rest, len(part))] for part in parts]
         total = StepReport(*totals[:HEAD], *lists)
         if total.failed and not (loads and total.failed == self._ranks.world):
             error: Exception | None
             if loads:
-                remedy = (
-                    "only some ranks have loaded a state: call load_state_dict() on all of them"
-                )
-                error, doing = RuntimeError(remedy), "loading"
+                why = "only some ranks have loaded a state: call load_state_dict() on all of them"
+                error, doing = RuntimeError(why), "loading"
             else:  # the next step starts without the error
                 error, doing, capture.errors.error = capture.errors.error, "capturing", None
                 if error is None and self._failure is not None:
@@ -438,12 +429,7 @@ class Exchange:
         for same in by_device(layers) if ranks.grid.workers > 1 else ():
             renewed = [factor for layer in same for factor in facts[layer].factors]
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
-            contents = [
-                item.content
-                for bucket in itertools.chain(*rounds)
-                if ranks.rank in bucket.sizes
-                for item in bucket.items
-            ]
+            buckets = [x for x in itertools.chain(*rounds) if ranks.rank in x.sizes]
 
             # Generators, so that a packed triangle lives only until it has arrived.
             def packed(factor: FactorFacts) -> _PackedState:
@@ -452,6 +438,6 @@ class Exchange:
                 side, slots = group.a if factor.side == "a" else group.g, group.slots[layer]
                 return _PackedState(side, slots, rule.outgoing(side, slots))
 
-            cargo = (list(map(packed, content)) for content in contents)
+            cargo = ([*map(packed, x.content)] for bucket in buckets for x in bucket.items)
             for state in ranks.broadcast(rounds, cargo, device_of(same[0]), "second_order"):
                 rule.incoming(*state)

@@ -173,7 +173,6 @@ class Option:
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
-_INVERSE = ("inverse",)
 _INTERVAL = _number(lambda x: x >= 1, "a whole number of steps, at least 1", whole=True)
 
 
@@ -261,7 +260,7 @@ _REFRESHES = (
                                "the eigenbasis applies the exact damping"),)),
     Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
-           conflicts=(Conflict("compute_method", _INVERSE, "inverses have no eigenvalues"),),
+           conflicts=(Conflict("compute_method", ("inverse",), "inverses have no eigenvalues"),),
            of_papers=True),
     Option("factor_dtype", None, "torch.dtype | None",
            _one_of(None, torch.float32, torch.float64, must="it must be torch.float32, "
@@ -404,7 +403,6 @@ class Options(SimpleNamespace):
                 'or name compute_method="eigen" or "inverse" for the papers\' gradients'
             )
             raise invalid_because(name, why)
-
         for conflict in option.conflicts if value is not None else ():
             other = getattr(self, conflict.other)
             if other in conflict.values:

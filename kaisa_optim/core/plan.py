@@ -17,15 +17,7 @@ from torch import Tensor
 
 from ..comm.ranks import Ranks
 from ..comm.sharding import is_sharded, local
-from ..curvature.group import (
-    Group,
-    ParameterStack,
-    alike,
-    by_device,
-    device_of,
-    stack_key,
-    strides,
-)
+from ..curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
 from ..curvature.lengths import SHARD_SUMS, Share, are_alike
 from ..curvature.rules import Rule
 from ..layers import Layer
@@ -396,28 +388,24 @@ class Shards:
         self._sums: dict[Layer, Tensor] = {}  # this rank's part of each layer's, [blocks, 3]
         self._terms_of: dict[Layer, Tensor] = {}
         for layers in chunks_of_layers:
-            groups = list({id(group_of[x]): group_of[x] for x in layers}.values())
+            groups = [*dict.fromkeys(group_of[x] for x in layers)]
             self.groups += groups
             own = [group for group in groups if group.applied]
             whole: dict[Tensor, tuple[ParameterStack, int]] = {}
-            for group in own:
-                self._stack_whole(group, whole)
+            for group in own:  # room for the whole parameters
+                parts: list[Tensor] = [p for x in group.layers for p in x.parameters if p in rows]
+                for (shape, dtype), same in grouped(parts, lambda p: (p.shape, p.dtype)).items():
+                    like = torch.empty(shape, dtype=dtype, device=group.device)
+                    stack = ParameterStack(same, like, -1, mine=True)
+                    whole.update({p: (stack, row) for row, p in enumerate(same)})
+                group.place(group.layers, whole, {})
             share = share_of(own) if own else None
             self._chunks.append(Chunk([*layers], share, whole))
-
-    def _stack_whole(self, group: Group, whole: dict[Tensor, tuple[ParameterStack, int]]) -> None:
-        """Make room for the whole parameters of a group that this rank owns."""
-        layers = group.layers
-        parameters: list[Tensor] = [p for x in layers for p in x.parameters if p in self._rows]
-        for (shape, dtype), same in grouped(parameters, lambda p: (p.shape, p.dtype)).items():
-            like = torch.empty(shape, dtype=dtype, device=group.device)
-            stack = ParameterStack(same, like, -1, mine=True)
-            whole.update({p: (stack, row) for row, p in enumerate(same)})
-        group.place(group.layers, whole, {})
+        self._layers = [layer for group in self.groups for layer in group.layers]
 
     def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
         """Sum this rank's parts over blocks."""
-        for layer in [x for chunk in self._chunks for x in chunk.layers] if self._measures else ():
+        for layer in self._layers if self._measures else ():
             key, parts = stack_key(layer, "g"), self._placements.shards(layer)
             sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)
             blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
@@ -489,9 +477,8 @@ class Shards:
         outgoing: list[list[Tensor]] = [[] for _ in world]
         incoming: list[list[Tensor]] = [[] for _ in world]
         if chunk.share is not None:
-            counts = chunk.share.counts
-            of_layer = zip(chunk.share.layers, chunk.share.terms.split(counts), strict=True)
-            self._terms_of.update(of_layer)
+            terms = chunk.share.terms.split(chunk.share.counts)
+            self._terms_of.update(zip(chunk.share.layers, terms, strict=True))
         for layer in chunk.layers:
             owner = self._placements.owner(layer, "g")
             parts = zip(layer.parameters, self._placements.shards(layer), strict=True)
@@ -514,15 +501,13 @@ class Shards:
             stack.buffer = stack.ahead = None
 
     def terms(self) -> list[Tensor]:
-        layers = [layer for group in self.groups for layer in group.layers]
-        return [torch.cat([self._terms_of[x] for x in layers])] if self._terms else []
+        return [torch.cat([self._terms_of[x] for x in self._layers])] if self._terms else []
 
     def deliver(self, scales: Tensor | None) -> None:
         """Multiply this rank's shards by ``scales`` of the blocks."""
-        layers = [layer for group in self.groups for layer in group.layers]
-        if scales is not None and layers:
-            parts = scales.split([layer.blocks for layer in layers])
-            for layer, part in zip(layers, parts, strict=True):
+        if scales is not None and self._layers:
+            parts = scales.split([layer.blocks for layer in self._layers])
+            for layer, part in zip(self._layers, parts, strict=True):
                 own = part.to(stack_key(layer, "g").device)
                 for p, scale in self._spread(layer, self._placements.shards(layer), own):
                     if p in self._rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
@@ -22,7 +21,6 @@ from . import coverage
 from .coverage import Coverage, unwrapped
 from .options import PER_GROUP, Group, Options
 
-_requires_grad = operator.attrgetter("requires_grad")
 logger = logging.getLogger("kaisa_optim")
 
 

@@ -181,10 +181,7 @@ class FactorSums:
                     x.unit = unit
 
     def mix(
-        self,
-        layers: Iterable[Layer],
-        plan: StepPlan,
-        sum_over_ranks: Callable[[Tensor], Tensor],
+        self, layers: Iterable[Layer], plan: StepPlan, sum_over_ranks: Callable[[Tensor], Tensor]
     ) -> None:
         """Take the plain and the crossed uses of each layer as one product.
 
@@ -279,13 +276,10 @@ def _traces(moment: Tensor, layer: Layer, side: str) -> Tensor:
 # ---- averages ----
 
 
-DecayOf = Callable[[Layer], float]
-
-
 def update(
     factors: Sequence[tuple[Layer, Side, Tensor]],
     plan: StepPlan,
-    decay_of: DecayOf,
+    decay_of: Callable[[Layer], float],
     *,
     scale_free: bool,
 ) -> None:

@@ -24,8 +24,6 @@ from ..plan.routes import grouped
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
-# Shapes and dtypes of the tensors of a side, or of a layer's part of it.
-Specs = dict[TensorSpec, tuple[tuple[int, ...], torch.dtype]]
 
 
 class StackKey(NamedTuple):
@@ -284,8 +282,8 @@ def specs_of(
     sides: tuple[int, int],
     stored: torch.dtype | None,
     own: torch.dtype,
-) -> Specs:
-    """Return the tensors of ``count`` blocks; ``own`` is the arithmetic's dtype."""
+) -> dict[TensorSpec, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of ``count`` blocks' tensors; ``own`` is the arithmetic's dtype."""
     dtypes = {"stored": stored or own, "own": own, "int32": torch.int32}
     shapes = [(spec, spec.shape_of(sides)) for spec in specs]
     return {

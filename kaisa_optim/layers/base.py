@@ -207,11 +207,6 @@ class Layer:
         """
         return None if self.unbatched(output) else 0
 
-    def rows_wanted(self) -> int:
-        """Return how many rows of a pass are enough where no fraction is given."""
-        sides = [n for n, is_diagonal in map(self.size_of, "ag") if not is_diagonal]
-        return max(_ROWS, _ROWS_OF_COLUMN * max(sides, default=0))
-
     def part(self, x: Tensor, output: Tensor, sample: Sample | None) -> Part:
         """Return the part of a pass that statistics read."""
         dim = None if sample is None else self.example_dim(output)
@@ -222,7 +217,9 @@ class Layer:
             stride = max(2, round(min(1 / fraction, 1e9)))
         else:
             rows = output.numel() // max(1, self.outputs * self.blocks)
-            stride = min(count // _EXAMPLES, rows // self.rows_wanted())
+            sides = [n for n, is_diagonal in map(self.size_of, "ag") if not is_diagonal]
+            enough = max(_ROWS, _ROWS_OF_COLUMN * max(sides, default=0))
+            stride = min(count // _EXAMPLES, rows // enough)
             if stride < 2 or x.shape[dim : dim + 1] != (count,):
                 return WHOLE
         if x.shape[dim : dim + 1] != (count,):
@@ -384,7 +381,6 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     Module subclasses are handled too, as long as they keep the registered class's ``forward``.
     A later registration for the same class replaces the earlier one.
     """
-
     if not modules or any([isinstance(m, type) and issubclass(m, Layer) for m in modules]):
         raise TypeError("register_layer needs the module classes: @register_layer(ModuleClass)")
     for module in modules:

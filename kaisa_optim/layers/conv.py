@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -19,8 +17,6 @@ from .base import Layer, register_layer
 # get fewer calls: with the CPUs' number, a ResNet-50's took up to six times as long on an H100.
 _PATCH_ELEMENTS = 1 << 24
 _PATCH_ELEMENTS_OF_GPUS = 1 << 27
-
-_ALL = slice(None)
 
 _Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _GRADIENTS = of_weights.conv1d_weight, of_weights.conv2d_weight, of_weights.conv3d_weight
@@ -54,7 +50,7 @@ class _Spatial(Layer):
 
     def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return Σ a aᵀ, without the bias's 1, if it takes fewer products than the patches do."""
-        raise NotImplementedError
+        return None
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""
@@ -72,7 +68,12 @@ class _Spatial(Layer):
         return sums.unflatten(1, (self.blocks, -1)).flatten(2)
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        return _rows(self._patches(self._batched(x), self._batched(grad)), self.blocks)
+        patches = self._patches(self._batched(x), self._batched(grad))
+        patches = patches.unflatten(1, (self.blocks, -1))
+        positions, kernel = range(3, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
+        # Copies go channel by channel.
+        columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + self.dims)
+        return columns.flatten(3).permute(0, 2, 3, 1)
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
         grad = self._batched(grad).flatten(2)
@@ -124,15 +125,6 @@ def windows(
     for dim, (k, s, d) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, d * (k - 1) + 1, s)[..., ::d]
     return x
-
-
-def _rows(patches: Tensor, groups: int) -> Tensor:
-    """Return rows ``[groups, batch, positions, C·kernel]``; copies go channel by channel."""
-    dims = (patches.dim() - 2) // 2
-    patches = patches.unflatten(1, (groups, -1))
-    positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
-    columns = patches.permute(1, 2, *kernel, 0, *positions).flatten(1, 1 + dims)
-    return columns.flatten(3).permute(0, 2, 3, 1)
 
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -223,7 +215,7 @@ class ConvTransposeLayer(_Spatial):
         module = self.module
         sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], module.stride, strict=True)]
         stuffed = x.new_zeros(*x.shape[:2], *sizes)
-        stuffed[(_ALL, _ALL, *(slice(None, None, s) for s in module.stride))] = x
+        stuffed[(slice(None), slice(None), *(slice(None, None, s) for s in module.stride))] = x
         pad: list[int] = []
         for i in range(self.dims):
             reach = module.dilation[i] * (module.kernel_size[i] - 1)
@@ -234,40 +226,11 @@ class ConvTransposeLayer(_Spatial):
         return F.pad(stuffed, pad), (1,) * self.dims
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
-        return super()._patches(x, grad).flip(self._taps(2 + self.dims))
+        return super()._patches(x, grad).flip(*range(2 + self.dims, 2 + 2 * self.dims))
 
     def _sums(self, x: Tensor, grad: Tensor) -> Tensor:
-        return super()._sums(x, grad).unflatten(2, self.in_shape).flip(self._taps(3)).flatten(2)
-
-    def _taps(self, first: int) -> list[int]:
-        return list(range(first, first + self.dims))
-
-    def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return Σ a aᵀ, without the products of zeros.
-
-        Along a dimension of stride s, a tap meets elements at every s-th position, and zeros at the
-        others: only taps that meet elements at the same positions have a product.
-        """
-        # Without it, a mean step at the defaults took 1.05 times as long for a U-Net.
-        if lowered():
-            return None
-        module, patches = self.module, super()._patches(x, grad)
-        moment = x.new_zeros(self.blocks, *self.in_shape, *self.in_shape, dtype=dtype)
-        for phase in itertools.product(*map(range, module.stride)):
-            taps, positions = [], []
-            for i, first in enumerate(phase):
-                k, s, d = module.kernel_size[i], module.stride[i], module.dilation[i]
-                start = first + int(module.padding[i]) - d * (k - 1)
-                met = [t for t in range(k) if (start + d * t) % s == 0]
-                taps.append(slice(met[0], None, s // math.gcd(s, d)) if met else slice(0))
-                positions.append(slice(first, None, s))
-            seen = patches[(_ALL, _ALL, *positions, *taps)]
-            part = second_moment(_rows(seen, self.blocks).flatten(1, 2), dtype, diagonal=False)
-            shape = self.in_shape[0], *seen.shape[2 + self.dims :]
-            part = part.unflatten(2, shape).unflatten(1, shape)
-            moment[(_ALL, _ALL, *taps, _ALL, *taps)] = part
-        moment = moment.flip(*self._taps(2), *self._taps(3 + self.dims)).flatten(1, 1 + self.dims)
-        return moment.flatten(2)
+        sums = super()._sums(x, grad).unflatten(2, self.in_shape)
+        return sums.flip(*range(3, 3 + self.dims)).flatten(2)
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)

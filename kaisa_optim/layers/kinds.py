@@ -109,9 +109,8 @@ class EmbeddingLayer(Layer):
         assert x is not None
         tokens = self._tokens(x)
         rows = grad.reshape(1, *tokens.shape, self.outputs)
-        padding = self.padding
         # No gradient reaches the padding vector: such a row is zero on both sides.
-        return rows if padding is None else rows * (tokens != padding)[None, :, :, None]
+        return rows if self.padding is None else rows * (tokens != self.padding)[None, :, :, None]
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
         rows = self.output_rows(x, grad)[0].flatten(0, 1)
@@ -133,9 +132,8 @@ class EmbeddingLayer(Layer):
             value = lengths.gather(1, run).to(dtype) / tokens.shape[1] ** 2
         else:
             value = tokens.new_ones(tokens.shape, dtype=dtype)
-        padding = self.padding
-        if padding is not None:
-            value = value * (tokens != padding)
+        if self.padding is not None:
+            value = value * (tokens != self.padding)
         moment = torch.zeros(self.inputs, dtype=dtype, device=x.device)
         moment = moment.index_add_(0, tokens.flatten().long(), value.flatten())[None]
         return moment if diagonal else torch.diag_embed(moment)

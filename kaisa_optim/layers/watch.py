@@ -26,7 +26,6 @@ from .kinds import GroupedUse, ProductUse, StackedUse, TableUse
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Watcher = Callable[["WatchMode", Any, Args, Kwargs], Any]
 _ALL = slice(None)
 
 
@@ -378,7 +377,7 @@ def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
-WATCHED: dict[Any, Watcher] = {
+WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
     F.linear: _linear,
     torch.addmm: _addmm,
     torch.Tensor.addmm: _addmm,

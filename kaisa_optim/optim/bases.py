@@ -22,14 +22,7 @@ from ..comm.sharding import is_sharded, local, parts_here, sharded_like
 from ..core.options import Group, rate_of
 from ..core.plan import CompiledPlan
 from ..curvature.group import ParameterStack
-from ..curvature.lengths import (
-    AdamLength,
-    AdamSettings,
-    BaseNumbers,
-    FallLength,
-    Length,
-    SGDLength,
-)
+from ..curvature.lengths import AdamLength, AdamSettings, BaseNumbers, FallLength, Length, SGDLength
 from ..errors import invalid
 from . import checkpoint, lamb
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
@@ -55,7 +48,6 @@ class BaseStep:
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
     measures: str | None = ""  # what the length measures of gradients; None: nothing of them
     turns = True  # gradients are turned around where the base maximizes
-    limits = False  # the base limits gradients of all parameters together
     counts = False  # entries have a count of steps, on all ranks
     idle: Any = ()  # the settings of a parameter without a gradient; empty: there are none
     held: tuple[str, ...] = ("exp_avg", "step")  # keys of K-FAC's tensors in the entries
@@ -386,7 +378,6 @@ class AdamStep(BaseStep):
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
 
-    limits = True
     counts = False
 
     def limited(self) -> Pairs:
@@ -573,9 +564,7 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
     try:
         for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
             params, decay = group["params"], group.get("weight_decay")
-            apart = [
-                p for p, number in zip(plan.parameters, plan.numbers, strict=True) if number == i
-            ]
+            apart = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
             if not (decay and apart):
                 continue
             changed.append((group, params, decay))

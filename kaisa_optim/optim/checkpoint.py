@@ -80,8 +80,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
         entry, flags = state.get(layer.parameters[0], {}), registry.states[layer.name]
         if STEP in entry:
             key, averages = f"{PREFIX}{layer.tag}status", flags.has_average + 2 * flags.missed
-            values = [averages, int(flags.has_state), *map(int, layer.covers)]
-            values.append(flags.failures)
+            values = [averages, int(flags.has_state), *map(int, layer.covers), flags.failures]
             if key not in entry:
                 for name, view in kfac.groups.of[layer].views(layer):
                     entry[f"{PREFIX}{layer.tag}{name}"] = view
@@ -110,6 +109,7 @@ def take_entries(state: Any) -> Entries:
         if isinstance(entry, dict):
             entries[p] = {k: v for k, v in entry.items() if str(k).startswith(PREFIX)}
             state[p] = {k: v for k, v in entry.items() if k not in entries[p]}
+            # An entry of K-FAC's tensors alone must stay absent: bases test for that.
             if entries[p] and not state[p]:
                 del state[p]
     return entries
@@ -254,16 +254,9 @@ class Load:
         saved = [i for group in saved_groups for i in group["params"]]
         parameters = [p for group in groups for p in group["params"]]
         by_index = dict(zip(saved, parameters, strict=False))
-        state: dict[Any, Any] = {}
-        for index, entry in loaded["state"].items():
-            state[index] = entry
-            if isinstance(entry, dict) and index in by_index:
-                ours = {k: v for k, v in entry.items() if str(k).startswith(PREFIX)}
-                self.entries[by_index[index]] = ours
-                state[index] = {k: v for k, v in entry.items() if k not in ours}
-                # An entry of K-FAC's tensors alone must stay absent: bases test for that.
-                if ours and not state[index]:
-                    del state[index]
+        state = dict(loaded["state"])
+        taken = take_entries(state)
+        self.entries = {by_index[i]: entry for i, entry in taken.items() if i in by_index}
         _check_contents(self._kfac, self.entries, [str(key) for key in loaded])
         of_base = any("damping" not in group for group in saved_groups)
         self._fresh = not (of_base or state or any(self.entries.values()))
@@ -283,9 +276,7 @@ class Load:
     def refrozen(self) -> list[Layer]:
         """The layers whose saved factors are of other parameters than they train now."""
         layers = [self._kfac.registry.layers[name] for name in self.anew]
-        covers = [_saved(layer, self.entries)[2] for layer in layers]
-        pairs = zip(layers, covers, strict=True)
-        return [layer for layer, saved in pairs if any(saved) and saved != layer.covers]
+        return [x for x in layers if _saved(x, self.entries)[2] not in ((False, False), x.covers)]
 
     def warn(self, optimizer: KFACMixin) -> None:
         """Warn of layers whose factors or momenta start anew."""

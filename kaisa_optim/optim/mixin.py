@@ -104,20 +104,16 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kfac, base, distributed = self.preconditioner, self._stepper, torch.distributed
+        kfac, base = self.preconditioner, self._stepper
         # Some wrappers take over all attributes of an optimizer, which then ends.
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
-        joined = distributed.is_available() and distributed.is_initialized()
-        graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if (joined and kfac.ranks.group is None) or graphs:
-            arguments.refuse_step(kfac)
+        arguments.refuse_step(kfac)
         # Some users call step() under autocast, which is for the model's passes.
         autocast = torch._C._is_any_autocast_enabled()
         with products.without_autocast(self.device.type) if autocast else nullcontext():
             if kfac.unsettled:
                 self._settle_load()
-            limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
-            with gradients_of(base.limited()) if limits else nullcontext():
+            with gradients_of(base.limited()):
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
@@ -360,10 +356,8 @@ class KFACMixin(Optimizer):
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
             if "preconditioner" in self.__dict__:
-                entries = self._loaded.entries if "_loaded" in self.__dict__ else {}
-                restored = self._resume(entries)
-                if "_loaded" in self.__dict__:
-                    self._loaded.anew = restored
+                load = self.__dict__.get("_loaded") or checkpoint.Load(self)
+                load.anew = self._resume(load.entries)
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])
@@ -378,13 +372,11 @@ class KFACMixin(Optimizer):
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
         base = self.base_part
-        self.base_part.stepped = {
-            p for p, own in self.state.items() if bases.lacks_second(base, own)
-        }
+        base.stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
         restored = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
             ready, _ = self.preconditioner.groups.stepped()
-            self.base_part.stepped |= ready
+            base.stepped |= ready
         loaded = {p for p, ours in entries.items() if ours}
         # The base begins these anew, by an entry that is absent.
         foreign = checkpoint.foreign_moments(self.preconditioner, entries)

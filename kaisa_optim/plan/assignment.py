@@ -260,10 +260,7 @@ def assign(
 
 
 def loads(
-    strategy: WorkAssignment,
-    tasks: Iterable[Task],
-    placements: Mapping[str, Placement],
-    world: int,
+    strategy: WorkAssignment, tasks: Iterable[Task], placements: Mapping[str, Placement], world: int
 ) -> list[float]:
     """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
@@ -294,7 +291,6 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
     """Return the costs of A and of G, of all blocks together."""
-
     costs = []
     for size, diagonal in ((task.a, task.diagonal_a), (task.g, task.diagonal_g)):
         value = strategy.cost(size, diagonal)

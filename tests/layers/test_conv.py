@@ -249,8 +249,8 @@ def covered(kind, module):
     return layer
 
 
-def said_by(layer, x, grad, way, dtype=torch.float64):
-    return layer.input_moment(x, grad, **way, append_one=layer.covers[1], dtype=dtype)
+def said_by(layer, x, grad, way):
+    return layer.input_moment(x, grad, **way, append_one=layer.covers[1], dtype=torch.float64)
 
 
 def said_by_rows(layer, x, grad, way):
@@ -362,18 +362,3 @@ def test_transposed_convolutions_say_what_their_patches_do(at_once, drawn, seed)
             said = said_by(layer, x, grad, way)
         expected = said_by_rows(layer, x, grad, way)
         torch.testing.assert_close(said, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("stride, kernel", [(1, 3), (2, 2), (2, 4)])
-def test_a_border_however_large_leaves_transposed_convolutions_exact(stride, kernel):
-    torch.manual_seed(0)
-    module = nn.ConvTranspose2d(4, 2, kernel, stride=stride, padding=kernel // 2 - stride // 2)
-    layer = covered(ConvTransposeLayer, module)
-    x = torch.randn(2, 4, 8, 8)
-    x[:, :, 0] *= 1e4
-    grad = module(x.double()).detach()
-    expected = said_by(layer, x.double(), grad, WAYS["all"])
-    moment = said_by(layer, x, grad, WAYS["all"], torch.float32)
-    scale = expected.diagonal(dim1=1, dim2=2).sqrt()
-    error = (moment - expected).abs() / (scale[:, :, None] * scale[:, None])
-    assert error.max() < 1e-5
