@@ -6,10 +6,12 @@ import functools
 import itertools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..capture import fisher
 from ..capture.hooks import Capture
@@ -25,7 +27,7 @@ from ..linalg.moments import unpack
 from ..plan.facts import FactorFacts
 from ..plan.routes import Bucket, state_rounds, sum_buckets
 from ..plan.schedule import HEAD, StepPlan, StepReport
-from ..stages import stage
+from ..stages import PREFIX
 from . import reports
 from .coverage import unwrapped
 from .options import Options
@@ -216,7 +218,8 @@ class Status:
             report = report._replace(failed=True)
         parts: Any = report[HEAD:]
         numbers = [*report[:HEAD], *itertools.chain.from_iterable(parts)]
-        with stage("agree"):
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
+        with label(PREFIX + "agree"):
             totals = numbers
             if self.comparison is not None:
                 sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -6,11 +6,13 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from ..capture.hooks import Capture
 from ..comm import agreement
@@ -22,7 +24,7 @@ from ..curvature.rules import Rule
 from ..layers import Layer
 from ..linalg.products import full_precision
 from ..plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
-from ..stages import stage
+from ..stages import PREFIX, stage
 from . import coverage, reports
 from .exchange import Exchange, Status, with_gradient
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
@@ -211,6 +213,8 @@ class Preconditioner(Answers):
 
     def direct(self, plan: CompiledPlan, groups: list[ParamGroup], base: Any) -> None:
         """Step the plan's parameters by new gradients or directions; the base steps the others."""
+        # A call of stage would cost every step, and nullcontext takes a name, too.
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         numbers, length = base.follow(plan), self.rule.length
         for share in plan.local:
             self._make(numbers, share)
@@ -223,7 +227,7 @@ class Preconditioner(Answers):
             terms = [share.terms for share in plan.shares]
             terms += [] if plan.shards is None else plan.shards.terms()
             if length is not None:
-                with stage("length"):
+                with label(PREFIX + "length"):
                     scales = length.finish(terms, plan.whole, numbers)
             elif self.kl_clip is not None:
                 fixed = [(x, x["kl_clip_lr"]) for x in groups]
@@ -235,14 +239,15 @@ class Preconditioner(Answers):
             plan.shards.deliver(scales[-1])
         if plan.leaving:
             base.let_go(plan)
-        with stage("base step"):
+        with label(PREFIX + "base step"):
             base.rest(plan)
             base.descend(plan)
 
     def _make(self, base: BaseNumbers, share: Share) -> None:
         """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""
         rule, damping_of = self.rule, self.damping_of
-        with stage("precondition"):
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
+        with label(PREFIX + "precondition"):
             matrices = [group.collect("ahead") for group in share.groups]
             if rule.length is None:
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
@@ -256,7 +261,7 @@ class Preconditioner(Answers):
             torch._foreach_div_(matrices, list(divisors[:, None, None].split(share.sizes)))
             with full_precision():
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
-            with stage("length"):
+            with label(PREFIX + "length"):
                 share.terms = rule.length.give(share, matrices, divisors, base)
 
     # ---- the plan ----
@@ -357,6 +362,7 @@ class Preconditioner(Answers):
         (_, due, refreshed, _), registry, states = self.slot, self.registry, self.registry.states
         if due is not None and not self._agree(groups):
             return False
+        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         work = self.work
         with_average = [(name, state) for name, state in states.items() if state.has_average]
         work.refresh = [name for name, x in with_average if name in refreshed or not x.has_state]
@@ -366,11 +372,11 @@ class Preconditioner(Answers):
             layers = [registry.layers[name] for name in work.average]
             sums = self.exchange.sums(self.sums, layers, work)
             while True:
-                with stage("reduce"):
+                with label(PREFIX + "reduce"):
                     factors = next(sums, None)
                 if factors is None:
                     break
-                with stage("average"):
+                with label(PREFIX + "average"):
                     averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
         # A refresh takes memory of its own. If these were left to the end of a step, and an error
         # ended it before, the next step would count their passes in K.

@@ -48,6 +48,7 @@ class BaseStep:
     second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
     measures: str | None = ""  # what the length measures of gradients; None: nothing of them
     turns = True  # gradients are turned around where the base maximizes
+    limits = False  # the base limits gradients of all parameters together
     counts = False  # entries have a count of steps, on all ranks
     idle: Any = ()  # the settings of a parameter without a gradient; empty: there are none
     held: tuple[str, ...] = ("exp_avg", "step")  # keys of K-FAC's tensors in the entries
@@ -378,6 +379,7 @@ class AdamStep(BaseStep):
 class LAMBStep(AdamStep):
     """LAMB: Adam's length, then weight decay and the trust ratio; a group counts its steps."""
 
+    limits = True
     counts = False
 
     def limited(self) -> Pairs:

@@ -104,16 +104,20 @@ class KFACMixin(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kfac, base = self.preconditioner, self._stepper
+        kfac, base, distributed = self.preconditioner, self._stepper, torch.distributed
         # Some wrappers take over all attributes of an optimizer, which then ends.
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
-        arguments.refuse_step(kfac)
+        joined = distributed.is_available() and distributed.is_initialized()
+        graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if (joined and kfac.ranks.group is None) or graphs:
+            arguments.refuse_step(kfac)
         # Some users call step() under autocast, which is for the model's passes.
         autocast = torch._C._is_any_autocast_enabled()
         with products.without_autocast(self.device.type) if autocast else nullcontext():
             if kfac.unsettled:
                 self._settle_load()
-            with gradients_of(base.limited()):
+            limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
+            with gradients_of(base.limited()) if limits else nullcontext():
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
