@@ -32,7 +32,7 @@ from benchmarks.data import cifar10
 from benchmarks.machine import keep
 from benchmarks.muon import Muon, hidden_and_rest
 from benchmarks.networks import CifarResNet
-from benchmarks.recipes import Curve, Runs, arguments
+from benchmarks.recipes import Curve, Runs, arguments, best_rate
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
@@ -121,22 +121,10 @@ def last(run: dict[str, Any]) -> float:
     return run["curve"][-1][2]
 
 
-def best_rate(name: str, get: Callable[..., dict[str, Any]]) -> float:
-    """Return the rate that is best over the shortest length, and inside of its grid."""
-    grid = [*CONTESTANTS[name][1]]
-    while True:
-        best = max(grid, key=lambda lr: last(get(name=name, lr=lr, seed=0, length=LENGTHS[0])))
-        if best == grid[0]:
-            grid.insert(0, float(f"{grid[0] ** 2 / grid[1]:.2g}"))
-        elif best == grid[-1]:
-            grid.append(float(f"{grid[-1] ** 2 / grid[-2]:.2g}"))
-        else:
-            return best
-
-
 def row(name: str, seeds: int, get: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Return the shortest length that reaches the target, its steps and seconds to it."""
-    lr = best_rate(name, get)
+    first = {"name": name, "seed": 0, "length": LENGTHS[0]}
+    lr = best_rate(CONTESTANTS[name][1], lambda lr: -last(get(lr=lr, **first)))
     for length in LENGTHS:
         runs = [get(name=name, lr=lr, seed=seed, length=length) for seed in range(seeds)]
         ends = [last(run) for run in runs]

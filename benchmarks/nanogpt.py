@@ -1,17 +1,18 @@
 """The recipe for CPUs of nanoGPT (Karpathy, 2022), unchanged but for the optimizer.
 
-    python -m benchmarks.nanogpt --data FOLDER [--only KFACAdam Muon] [--seeds 3]
+    python -m benchmarks.nanogpt --data FOLDER [--only KFACAdam Muon] [--seeds 3] [--widths]
 
 Tiny Shakespeare by characters: 4 layers, 128 wide, passages of 64, 12 a step, 2,000 steps, no
 dropout, gradients clipped at 1, a warm-up of 100 steps and a cosine to a tenth of the rate. Its
 authors publish a validation loss of 1.88 by AdamW. Everyone is tuned on a grid of rates with the
 first seed; who is best at the end trains with the other seeds, too. Runs that are done are kept in
 a file, and a command that is started again goes on from there. Seconds are those that one thread
-computes, without the measurements.
+computes, without the measurements. --widths trains AdamW and KFACAdam at several widths and rates.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -28,14 +29,15 @@ from benchmarks.convergence.search import now
 from benchmarks.data import characters
 from benchmarks.machine import keep
 from benchmarks.muon import hidden_and_rest
-from benchmarks.recipes import Curve, Runs, arguments
+from benchmarks.recipes import Curve, Runs, arguments, best_rate
 from kaisa_optim import KFACSGD, KFACAdam
 
-LAYERS, HEADS, LENGTH, BATCH, STEPS = 4, 4, 64, 12, 2000
+LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 128, 4, 64, 12, 2000
 TARGET = 1.88  # the loss that nanoGPT's authors publish for this recipe
 EVERY = 50  # steps between two measurements
 HELD = 512  # passages that the loss is measured on
 OWN_RATE = 0.001  # nanoGPT's, for AdamW
+WIDTHS = (32, 64, 128, 256)
 
 
 class Block(nn.Module):
@@ -59,7 +61,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 without biases, its head tied to the words."""
 
-    def __init__(self, vocabulary: int, width: int = 128) -> None:
+    def __init__(self, vocabulary: int, width: int = WIDTH) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
@@ -120,7 +122,7 @@ class Training:
     """A network on its way through the recipe."""
 
     def __init__(
-        self, name: str, lr: float, seed: int, text: Tensor, steps: int, width: int = 128
+        self, name: str, lr: float, seed: int, text: Tensor, steps: int, width: int = WIDTH
     ) -> None:
         torch.manual_seed(seed)
         self.model = GPT(int(text.max()) + 1, width)
@@ -156,10 +158,10 @@ def measure(model: nn.Module, rows: Tensor) -> float:
         return statistics.fmean(next_character(model, part).item() for part in rows.split(64))
 
 
-def train(text: Tensor, name: str, lr: float, seed: int, steps: int) -> Curve:
+def train(text: Tensor, name: str, lr: float, seed: int, steps: int, width: int = WIDTH) -> Curve:
     """Return the curve of a run: steps, seconds, and the loss on the last tenth of the text."""
     cut = len(text) * 9 // 10
-    training = Training(name, lr, seed, text[:cut], steps)
+    training = Training(name, lr, seed, text[:cut], steps, width)
     held = passages(text[cut:], HELD, LENGTH, torch.Generator().manual_seed(0))
     curve: Curve = []
     seconds, start = 0.0, now("cpu")
@@ -190,50 +192,60 @@ def tell(run: dict[str, Any]) -> str:
 
 
 def row(runs: list[dict[str, Any]], base: float) -> dict[str, Any]:
-    """Return the means over seeds; a step's cost over the ``base`` in milliseconds."""
+    """Return the means over seeds; ``base`` are the seconds that AdamW takes for its steps."""
     parts = [round(part * len(runs[0]["curve"]) / 4) - 1 for part in (1, 2, 3, 4)]
     means = [statistics.fmean(run["curve"][i][2] for run in runs) for i in parts]
-    ms = statistics.fmean(1e3 * run["curve"][-1][1] / run["curve"][-1][0] for run in runs)
-    met = [one for run in runs if (one := reached(run)) is not None]
-    found: dict[str, Any] = {"optimizer": runs[0]["name"], "lr": runs[0]["lr"]}
-    found |= {"steps": runs[0]["steps"], "seeds": len(runs), "losses": [round(x, 4) for x in means]}
-    found |= {"last losses": [round(last(run), 4) for run in runs], "ms per step": round(ms, 1)}
-    found["of a step"] = round(ms / base, 3) if base else None
+    seconds = [run["curve"][-1][1] for run in runs]
+    steps = runs[0]["steps"]
+    result: dict[str, Any] = {"optimizer": runs[0]["name"], "lr": runs[0]["lr"], "steps": steps}
+    result |= {"seeds": len(runs), "losses": [round(x, 4) for x in means]}
+    result |= {"last losses": [round(last(run), 4) for run in runs]}
+    result["ms per step"] = round(1e3 * statistics.fmean(seconds) / steps, 1)
+    if base:
+        within = [[loss for _, s, loss in run["curve"] if s <= base][-1] for run in runs]
+        result["of a step"] = round(statistics.fmean(seconds) / steps / base * STEPS, 3)
+        result["loss at AdamW's seconds"] = round(statistics.fmean(within), 4)
+    met = [point for run in runs if (point := reached(run)) is not None]
     if len(met) == len(runs):
-        steps, seconds = (statistics.fmean(part) for part in zip(*met, strict=True))
-        found |= {"steps to the target": steps, "seconds to the target": round(seconds, 1)}
-    return found
+        to_target = [round(statistics.fmean(part), 1) for part in zip(*met, strict=True)]
+        result |= zip(("steps to the target", "seconds to the target"), to_target, strict=True)
+    return result
 
 
 def main() -> None:
     parser = arguments(__doc__, "shakespeare.txt", CONTESTANTS, 3, "nanogpt.json")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--widths", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     text, _ = characters(options.data)
-    runs = Runs(options.out, partial(train, text), tell)
+    get = Runs(options.out, partial(train, text), tell).get
+    if options.widths:
+        widths = []
+        for width, name in itertools.product(WIDTHS, ("AdamW", "KFACAdam")):
+            key = {"name": name, "seed": 0, "steps": STEPS}
+            key |= {"width": width} if width != WIDTH else {}
+            losses = {lr: last(get(lr=lr, **key)) for lr in CONTESTANTS[name][1]}
+            widths.append({"optimizer": name, "width": width, "losses": losses})
+        keep(options.out.with_name(f"{options.out.stem}_widths.json"), rows=widths)
+        return
     best = {}
     for name in options.only:
-        grid = [
-            runs.get(name=name, lr=lr, seed=0, steps=options.steps) for lr in CONTESTANTS[name][1]
-        ]
-        best[name] = min(grid, key=last)["lr"]
-    asked = [(name, lr, options.steps) for name, lr in best.items()]
+        loss_at = lambda lr: last(get(name=name, lr=lr, seed=0, steps=STEPS))  # noqa: B023, E731
+        best[name] = best_rate(CONTESTANTS[name][1], loss_at)
+    asked = [(name, lr, STEPS) for name, lr in best.items()]
     if "AdamW" in best:
-        longer = round(1.5 * options.steps)
-        asked += [("AdamW", OWN_RATE, options.steps), ("AdamW", best["AdamW"], longer)]
+        asked += [("AdamW", OWN_RATE, STEPS), ("AdamW", best["AdamW"], 3 * STEPS // 2)]
     # Seeds take turns, so that a machine that slows down slows all of them.
-    seeds = range(options.seeds)
-    found: dict[Any, list[dict[str, Any]]] = {one: [] for one in asked}
-    for seed in seeds:
-        for (name, lr, steps), each in found.items():
-            each.append(runs.get(name=name, lr=lr, seed=seed, steps=steps))
-    bases = [row(each, 0)["ms per step"] for one, each in found.items() if one[0] == "AdamW"]
-    base = statistics.fmean(bases) if bases else 0.0
-    rows = [row(each, base) for each in found.values()]
+    runs: dict[Any, list[dict[str, Any]]] = {each: [] for each in asked}
+    for seed in range(options.seeds):
+        for (name, lr, steps), same in runs.items():
+            same.append(get(name=name, lr=lr, seed=seed, steps=steps))
+    bases = [run for each, same in runs.items() if each[::2] == ("AdamW", STEPS) for run in same]
+    base = statistics.fmean(run["curve"][-1][1] for run in bases) if bases else 0.0
+    rows = [row(same, base) for same in runs.values()]
     keep(options.out, target=TARGET, rows=rows)
-    for one in rows:
-        print(one)
+    for each in rows:
+        print(each)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,25 @@ class Runs:
     def get(self, **key: Any) -> dict[str, Any]:
         """Return the run of this key, which training takes."""
         for run in self.done:
-            if key.items() <= run.items():
+            if {**key, "curve": run["curve"]} == run:
                 return run
         self.done.append(run := {**key, "curve": self.train(**key)})
         replace(self.path, self.done)
         print(*(f"{field} {value}," for field, value in key.items()), self.tell(run), flush=True)
         return run
+
+
+def best_rate(rates: list[float], loss_at: Callable[[float], float]) -> float:
+    """Return the rate of the lowest loss, inside of a grid that goes on at its end if need be."""
+    grid = [*rates]
+    while True:
+        best = min(grid, key=loss_at)
+        if best == grid[0]:
+            grid.insert(0, float(f"{grid[0] ** 2 / grid[1]:.2g}"))
+        elif best == grid[-1]:
+            grid.append(float(f"{grid[-1] ** 2 / grid[-2]:.2g}"))
+        else:
+            return best
 
 
 def replace(path: Path, content: Any) -> None:

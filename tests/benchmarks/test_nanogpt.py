@@ -47,7 +47,21 @@ def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():
     curves = [[(50, 1.0, 2.0), (100, 2.0, 1.5), (150, 3.0, 1.9), (200, 4.0, 1.0)], []]
     curves[1] = [(step, 2 * seconds, loss + 0.2) for step, seconds, loss in curves[0]]
     runs = [{"name": "x", "lr": 1.0, "steps": 200, "curve": curve} for curve in curves]
-    row = nanogpt.row(runs, 10.0)
+    row = nanogpt.row(runs, 30.0)
     assert row["losses"] == [2.1, 1.6, 2.0, 1.1] and row["ms per step"] == 30.0
-    assert row["of a step"] == 3.0
+    assert row["of a step"] == 2.0  # AdamW takes 30 s for 2,000
     assert (row["steps to the target"], row["seconds to the target"]) == (100, 3.0)
+
+
+def test_a_row_tells_the_loss_when_adamw_has_ended():
+    curve = [(50, 1.0, 2.0), (100, 2.0, 1.7), (150, 3.0, 1.5), (200, 4.0, 1.0)]
+    runs = [{"name": "x", "lr": 1.0, "steps": 200, "curve": curve}]
+    assert nanogpt.row(runs, 3.5)["loss at AdamW's seconds"] == 1.5
+
+
+def test_runs_of_another_width_are_others(tmp_path):
+    get = recipes.Runs(
+        tmp_path / "x.json", lambda **key: [[1, 1.0, key.get("width", 128)]], str
+    ).get
+    assert [get(lr=1, width=32), get(lr=1)] != [get(lr=1), get(lr=1)]
+    assert get(lr=1)["curve"] == [[1, 1.0, 128]]
