@@ -29,6 +29,8 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.recipes import command_line
+
 from .contest import Entry, Kept, contest, picked, report, save
 from .contestants import CONTESTANTS
 from .rates import best_settings
@@ -37,11 +39,7 @@ from .tasks import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("convergence", __doc__)
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))

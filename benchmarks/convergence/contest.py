@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 
 from .contestants import CONTESTANTS, Config, Contestant
 from .search import Run, Store, search, shortest
@@ -203,14 +203,12 @@ def save(
     """``stem``.json and ``stem``.png."""
     result = {
         "task": about,
-        "machine": describe(store.device),
         **more,
         "final": rows(outcome),
         "to the baseline's loss": [vars(one) for one in outcome.reached],
         "left out": lines,
     }
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    keep(stem.with_suffix(".json"), device=store.device, **result)
     plot(stem.with_suffix(".png"), about, outcome.final)
     print(f"{store.seconds:.0f} s of training in all; saved as {stem}.json and .png", flush=True)
 
