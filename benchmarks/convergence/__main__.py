@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.recipes import command_line
 
-from .contest import Entry, Kept, contest, picked, report, save
+from .contest import Kept, contest, picked, report, save
 from .contestants import CONTESTANTS
 from .rates import best_settings
 from .search import TRIALS, Store
@@ -69,7 +69,6 @@ def compete(name: str, options: argparse.Namespace) -> None:
     print("\n".join([f"{task.about}; {task.steps} steps", *lines]), flush=True)
     data = task.load(options.data)
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
-    entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
@@ -77,7 +76,9 @@ def compete(name: str, options: argparse.Namespace) -> None:
     if missing := sorted(set(options.rated).difference(rated)):
         raise SystemExit(f"--rated {', '.join(missing)}: no rates on {name} in {options.out}")
     kept.best.update({one: rated[one] for one in options.rated})
-    outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept, rated)
+    outcome = contest(
+        task, present, data, store, options.trials, seeds, options.targets, kept, rated
+    )
     score = task.score.name if task.score else None
     report(outcome, score)
     save(
