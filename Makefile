@@ -27,7 +27,7 @@ help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
 	@echo "             (DEMO_ARGS=--short: one seed; DEMO_ARGS=--search: learning rates; RANKS=2)"
 	@echo "make bench   time K-FAC's steps beside the base optimizer's and peers'"
-	@echo "             (BENCH_ARGS='--parts ranks --out benchmarks/results', or --short)"
+	@echo "             (BENCH_ARGS='--out benchmarks/results', or --short)"
 	@echo "make cuda    prove and time it on a CUDA device, in 12 minutes (BENCH_ARGS='--out FOLDER');"
 	@echo "             BENCH_ARGS=--brief: steps at the defaults alone, in 6 minutes"
 	@echo "make airbench  train CIFAR-10 in seconds on a CUDA device (BENCH_ARGS='--data FOLDER')"

@@ -12,7 +12,6 @@ a CPU in tiny sizes, with generated images.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,9 +25,9 @@ from torch.optim import Optimizer
 
 from benchmarks import data as sets
 from benchmarks.convergence.search import now
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from benchmarks.muon import Muon
-from benchmarks.recipes import replace
+from benchmarks.recipes import command_line
 from kaisa_optim import KFACSGD, KFACAdam
 
 WIDTHS, EPOCHS, BATCH, SHIFT, WHITENED = (64, 256, 256), 8, 2000, 2, 5000
@@ -277,9 +276,7 @@ def loaded(folder: Path | None, rehearse: bool, device: str) -> Run:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("airbench", __doc__)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/airbench.json"))
@@ -297,8 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def take(name: str, rate: float, seed: int, kept: list[dict[str, Any]]) -> None:
         kept.append(train(run, name, rate, seed))
         rows = [row(name, own) for name, own in runs.items() if own]
-        record = {"machine": describe(device), "rows": rows, "tries": tries, "runs": runs}
-        replace(options.out, record)
+        keep(options.out, device=device, rows=rows, tries=tries, runs=runs)
         print(", ".join(f"{key} {value}" for key, value in kept[-1].items()), flush=True)
 
     start, best, seed = time.monotonic(), {}, 0

@@ -34,7 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.machine import describe
+from benchmarks import machine
+from benchmarks.convergence.search import share_of_rate
 from benchmarks.networks import Autoencoder
 from benchmarks.ranks import Place
 from kaisa_optim import KFACAdam
@@ -79,14 +80,6 @@ def digits() -> Tensor:
     return torch.stack(moved, 1).flatten(0, 1).flatten(1)
 
 
-def schedule(step: int, steps: int) -> float:
-    """Return the factor of the learning rate: a short warm-up, then a cosine to 0."""
-    warm = max(1, round(0.05 * steps))
-    if step < warm:
-        return (step + 1) / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
 def train(
     name: str, lr: float, seed: int, place: Place, report: Callable[[int, float], None]
 ) -> Run:
@@ -98,7 +91,7 @@ def train(
         model = DistributedDataParallel(model)
     optimizer = BUILD[name](model, lr)
     steps = STEPS[name]
-    scheduler = LambdaLR(optimizer, lambda step: schedule(step, steps))
+    scheduler = LambdaLR(optimizer, lambda step: share_of_rate(step, steps))
     losses, seconds, cpu = [], [], []
     if place.world > 1:
         dist.barrier()
@@ -168,8 +161,7 @@ def best(losses: dict[str, list[float]]) -> float:
 
 def keep(path: Path, place: Place, **result: Any) -> None:
     if place.rank == 0:
-        about = {"task": TASK, "ranks": str(place), "machine": describe(place.device.type)}
-        path.write_text(json.dumps({**about, **result}, indent=1) + "\n")
+        machine.keep(path, device=place.device.type, task=TASK, ranks=str(place), **result)
 
 
 def summary(runs: dict[str, list[Run]], rates: dict[str, float]) -> list[dict[str, Any]]:

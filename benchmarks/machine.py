@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import platform
 from datetime import date
 from importlib import metadata
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.recipes import replace
 
 
 def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -32,9 +33,9 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
     }
 
 
-def keep(path: Path, threads: int | None = None, **figures: Any) -> None:
+def keep(path: Path, threads: int | None = None, device: str = "cpu", **figures: Any) -> None:
     """Write figures beside the machine that they come from."""
-    path.write_text(json.dumps({"machine": describe(threads=threads), **figures}, indent=1) + "\n")
+    replace(path, {"machine": describe(device, threads), **figures}, indent=1)
 
 
 def _versions(*names: str) -> dict[str, str]:

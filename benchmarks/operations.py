@@ -11,7 +11,6 @@ ones. "bare" is a loop of the same mathematics over the same shapes: the floor.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -27,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kaisa_optim
 from benchmarks.machine import keep
 from benchmarks.networks import ResNet, Transformer
+from benchmarks.recipes import command_line
 from kaisa_optim import KFACSGD, KFACAdam
 
 HOUSE = str(Path(kaisa_optim.__file__).parent)
@@ -340,7 +340,7 @@ def _mean(rows: list[dict[str, int]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.operations", description=__doc__)
+    parser = command_line("operations", __doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}

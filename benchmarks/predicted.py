@@ -10,10 +10,8 @@ during the backward pass.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
 import multiprocessing
 import tempfile
 import time
@@ -25,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.machine import describe
-from benchmarks.networks import CifarResNet
+from benchmarks.machine import keep
+from benchmarks.networks import Block, CifarResNet
+from benchmarks.recipes import command_line
 from kaisa_optim import KFACAdam
 from kaisa_optim.tools import calibration, hardware, plan
 
@@ -42,27 +40,13 @@ FRACTIONS: dict[str, dict[str, Any]] = {
 EARLY, STEPS = 41, 20  # steps before, and one interval of refreshes, none of them early
 
 
-class Attention(nn.Module):
-    """A transformer's block over bytes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.all = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
-        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        q, k, v = (layer(y) for layer in [*self.all][:3])
-        x = x + self.all[3](F.scaled_dot_product_attention(q, k, v, is_causal=True))
-        return x + self.narrow(F.gelu(self.wide(self.norms[1](x))))
-
-
 class Characters(nn.Module):
+    """A transformer over bytes, with one head and no places."""
+
     def __init__(self, width: int = 192, blocks: int = 4) -> None:
         super().__init__()
         self.words = nn.Embedding(96, width)
-        self.blocks = nn.Sequential(*(Attention(width) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, 1, 4 * width) for _ in range(blocks)))
         self.head = nn.Linear(width, 96)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,7 +138,7 @@ def run() -> dict[str, Any]:
         path = Path(folder) / "measured.toml"
         path.write_text(hardware.text(profile))
         rows = list(_compared(path, ranks))
-    return {"machine": describe("cpu", 1), "profile": profile, "ranks": RANKS, "rows": rows}
+    return {"profile": profile, "ranks": RANKS, "rows": rows}
 
 
 def _compared(profile: Path, ranks: list[Any]) -> Iterator[dict[str, Any]]:
@@ -178,7 +162,7 @@ def _compared(profile: Path, ranks: list[Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted")
+    parser = command_line("predicted", __doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = run()
@@ -186,7 +170,7 @@ def main() -> None:
         times = f"{row['measured ms']:8.2f} {row['predicted ms']:8.2f}"
         print(f"{row['model']:12} {row['fraction']:10} {times} {100 * row['error']:+5.0f} %")
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        keep(options.out, 1, **found)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@ scaling efficiency are taken from the paper, and everything else is predicted.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import traffic
-from benchmarks.traffic import BLOCKS, SIZES, bert_large, table
+from benchmarks.traffic import BLOCKS, bert_large, table
 from kaisa_optim.curvature.rules import EigenRule, PolarRule
 from kaisa_optim.plan.account import Account
-from kaisa_optim.plan.assignment import LayerWise, Opt, Task, WorkAssignment, assign, make_grid
-from kaisa_optim.plan.facts import LayerFacts, Work
+from kaisa_optim.plan.assignment import LayerWise, Opt, Task, WorkAssignment
+from kaisa_optim.plan.facts import Work
 from kaisa_optim.plan.schedule import Schedule
 from kaisa_optim.tools import hardware
 from kaisa_optim.tools.hardware import Hardware
@@ -78,12 +78,6 @@ def seconds_of_sgd(depth: int, ranks: int) -> float:
     return on_64 * by_ranks * GIGAFLOPS[depth] / GIGAFLOPS[50]
 
 
-def account_of(tasks: Sequence[Task], strategy: WorkAssignment, world: int) -> Account:
-    grid = make_grid(strategy, world)
-    places = assign(strategy, tasks, grid)
-    return Account([LayerFacts(task, places[task.name]) for task in tasks], grid, SIZES)
-
-
 def clock_of(account: Account, device: Hardware, work: Work, passes: Passes) -> Clock:
     parameters = sum(4 * layer.gradient for layer in account.layers)
     return Clock(account, device, work, passes, parameters)
@@ -99,7 +93,7 @@ def papers(depth: int, strategy: str, world: int) -> Stages:
     """Return the stages of the papers' scheme on V100: whole factors, all refreshed at once."""
     tasks, rows = resnet(depth)
     device = hardware.load("v100")
-    account = account_of(tasks, STRATEGIES[strategy], world)
+    account = traffic.account(tasks, STRATEGIES[strategy], world)
     passes = Passes(0.0, {name: BATCH * n for name, n in rows.items()})
     clock = clock_of(account, device, EigenRule.work, passes)
     factors = [f for layer in account.layers for f in layer.factors]
@@ -121,7 +115,7 @@ def papers(depth: int, strategy: str, world: int) -> Stages:
 def ours(depth: int, strategy: str, world: int, gather: int, refresh: int) -> float:
     """Return the mean seconds of a step under this package's defaults and moves."""
     tasks, rows = resnet(depth)
-    account = account_of(tasks, STRATEGIES[strategy], world)
+    account = traffic.account(tasks, STRATEGIES[strategy], world)
     passes = Passes(0.0, {name: BATCH * n for name, n in rows.items()})
     clock = clock_of(account, hardware.load("v100"), PolarRule.work, passes)
     schedule = Schedule(account.layers, True)
@@ -196,7 +190,7 @@ def rows() -> Iterator[Row]:
 
 
 def bert_refresh(device: str) -> float:
-    account = account_of(bert_large(), LayerWise(), 16)
+    account = traffic.account(bert_large(), LayerWise(), 16)
     clock = clock_of(account, hardware.load(device), EigenRule.work, Passes())
     return max(clock.decompose(account.names).values())
 

@@ -11,13 +11,20 @@ from typing import Any
 Curve = list[tuple[int, float, float]]  # steps, seconds of training, and what was measured
 
 
+def command_line(command: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of ``python -m benchmarks.COMMAND``, without arguments."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{command}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def arguments(
     about: str | None, data: str, contestants: Iterable[str], seeds: int, out: str
 ) -> argparse.ArgumentParser:
     """Return a parser of what every recipe is told."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = command_line(out.removesuffix(".json"), about)
     names = [*contestants]
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {data}")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
@@ -61,9 +68,9 @@ def best_rate(rates: list[float], loss_at: Callable[[float], float]) -> float:
             return best
 
 
-def replace(path: Path, content: Any) -> None:
+def replace(path: Path, content: Any, indent: int | None = None) -> None:
     """Write a file of JSON whole: an interruption leaves the file of before."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".part")
-    written.write_text(json.dumps(content) + "\n")
+    written.write_text(json.dumps(content, indent=indent) + "\n")
     written.replace(path)

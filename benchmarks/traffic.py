@@ -2,17 +2,14 @@
 
 And how long ranks wait for each other's decompositions.
 
-    python -m benchmarks.traffic [--write docs/results/traffic.csv]
-        [--plot docs/images/fraction.png]
+    python -m benchmarks.traffic [--plot docs/images/fraction.png]
 
-Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--write``
-the tables go into one CSV file, a line for each number. With ``--plot``, memory is drawn against
-traffic over ``grad_worker_fraction``, on 16 and on 64 ranks.
+Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--plot``,
+memory is drawn against traffic over ``grad_worker_fraction``, on 16 and on 64 ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
 import functools
 import io
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.papers_account import Papers
+from benchmarks.recipes import command_line
 from kaisa_optim.curvature.lengths import AdamLength
 from kaisa_optim.curvature.rules import PolarRule
 from kaisa_optim.plan.account import Account, Means, Usage
@@ -346,23 +344,14 @@ def as_csv() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.traffic",
-        description="Bytes that K-FAC keeps and sends, ours beside the papers' scheme.",
-    )
-    parser.add_argument("--write", type=Path, metavar="CSV", help="put the tables into this file")
+    parser = command_line("traffic", __doc__)
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw memory against traffic")
     options = parser.parse_args(arguments)
-    if options.plot is not None:
+    if options.plot is None:
+        print("\n\n".join(report()))
+    else:
         plot(options.plot)
         print(f"plot: {options.plot}")
-        return
-    tables = "\n\n".join(report())
-    if options.write is None:
-        print(tables)
-    else:
-        options.write.write_text(as_csv())
-        print(f"tables written into {options.write}")
 
 
 if __name__ == "__main__":

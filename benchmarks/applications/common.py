@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from benchmarks.convergence.search import WARMUP, now, share_of_rate
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 from kaisa_optim.optim.mixin import KFACMixin
 
 from .arguments import Defaults, build, by_papers, has_kfac, parse
@@ -328,16 +328,15 @@ class Run:
             for name, number in self.points[-1].items():
                 if writer is not None:
                     writer.add_scalar(name, number, self.step)
-            record = {
-                "machine": describe(self.ranks.device),
-                "ranks": self.ranks.world,
-                "command": f"{Path(sys.argv[0]).stem} {self.options.command}",
-                "optimizer": self.options.optimizer,
-                "settings": {n: str(v) for n, v in self.options.settings.items()},
-                "curve": self.points,
-            }
-            self.options.out.mkdir(parents=True, exist_ok=True)
-            (self.options.out / "curve.json").write_text(json.dumps(record, indent=1) + "\n")
+            keep(
+                self.options.out / "curve.json",
+                device=self.ranks.device,
+                ranks=self.ranks.world,
+                command=f"{Path(sys.argv[0]).stem} {self.options.command}",
+                optimizer=self.options.optimizer,
+                settings={n: str(v) for n, v in self.options.settings.items()},
+                curve=self.points,
+            )
 
 
 def _writer(folder: Path, step: int) -> Any:

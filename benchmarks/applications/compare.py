@@ -9,13 +9,14 @@ score or a higher one.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+from benchmarks.recipes import command_line
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -68,9 +69,7 @@ def plot(records: Sequence[Record], path: Path, score: str = LOSS) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line("applications.compare", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, the base's first")
     parser.add_argument("--out", type=Path, required=True, help="path without a suffix")
     parser.add_argument("--score", default=LOSS, help="that tells when a run is there")

@@ -29,7 +29,9 @@ from pathlib import Path
 
 import torch
 
-from .contest import Entry, Kept, contest, picked, report, save
+from benchmarks.recipes import command_line
+
+from .contest import Kept, contest, picked, report, save
 from .contestants import CONTESTANTS
 from .rates import best_settings
 from .search import TRIALS, Store
@@ -37,11 +39,7 @@ from .tasks import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("convergence", __doc__)
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--data", type=Path)
     parser.add_argument("--only", nargs="+", choices=list(CONTESTANTS), default=list(CONTESTANTS))
@@ -71,7 +69,6 @@ def compete(name: str, options: argparse.Namespace) -> None:
     print("\n".join([f"{task.about}; {task.steps} steps", *lines]), flush=True)
     data = task.load(options.data)
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
-    entries = [Entry(one, task) for one in present]
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
     kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
@@ -79,7 +76,9 @@ def compete(name: str, options: argparse.Namespace) -> None:
     if missing := sorted(set(options.rated).difference(rated)):
         raise SystemExit(f"--rated {', '.join(missing)}: no rates on {name} in {options.out}")
     kept.best.update({one: rated[one] for one in options.rated})
-    outcome = contest(entries, data, store, options.trials, seeds, options.targets, kept, rated)
+    outcome = contest(
+        task, present, data, store, options.trials, seeds, options.targets, kept, rated
+    )
     score = task.score.name if task.score else None
     report(outcome, score)
     save(

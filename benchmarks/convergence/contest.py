@@ -13,7 +13,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
 
 from .contestants import CONTESTANTS, Config, Contestant
 from .search import Run, Store, search, shortest
@@ -23,14 +23,6 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 PARTS = (1.0, 0.9, 0.85, 0.8, 0.65, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.12, 0.1, 0.08, 0.06, 0.05)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Who trains what; tasks of one contest have the same data."""
-
-    one: Contestant
-    task: Task
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,8 @@ def picked(names: Sequence[str]) -> tuple[list[Contestant], list[str]]:
 
 
 def contest(
-    entries: Sequence[Entry],
+    task: Task,
+    contestants: Sequence[Contestant],
     data: Any,
     store: Store,
     trials: int,
@@ -106,45 +99,42 @@ def contest(
     An optimizer that has ``rated`` settings, too, takes those whose whole horizons end lower in the
     median. ``targets`` names those to whose ends the others are to come; all unless given.
     """
-    names = [e.one.name for e in entries]
+    names = [one.name for one in contestants]
     for option, asked in (("--targets", targets or ()), ("--kept", kept.best)):
         if strangers := set(asked).difference(names):
             wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
             raise SystemExit(f"{option} {wrong}: not among those who train, {right}")
     tried: dict[str, list[Config]] = {}
-    for e in entries:
-        name = e.one.name
-        first = kept.best.get(name) or search(e.task, data, e.one, store, trials)
-        other = rated.get(name, first)
-        tried[name] = [first] if other == first else [first, other]
+    for one in contestants:
+        first = kept.best.get(one.name) or search(task, data, one, store, trials)
+        other = rated.get(one.name, first)
+        tried[one.name] = [first] if other == first else [first, other]
     whole: dict[str, list[list[Run]]] = {name: [[] for _ in x] for name, x in tried.items()}
     # They take turns, so that a machine that slows down slows all of them.
     for seed in seeds:
-        for e in entries:
-            for runs, config in zip(whole[e.one.name], tried[e.one.name], strict=True):
-                runs.append(store.get(e.task, data, e.one, config, seed, e.task.steps))
+        for one in contestants:
+            for runs, config in zip(whole[one.name], tried[one.name], strict=True):
+                runs.append(store.get(task, data, one, config, seed, task.steps))
     final = {name: min(x, key=_median) for name, x in whole.items()}
     best = {name: runs[0].config for name, runs in final.items()}
     reached = []
-    for base in entries:
-        if targets is not None and base.one.name not in targets:
+    for base in contestants:
+        if targets is not None and base.name not in targets:
             continue
-        own = final[base.one.name]
+        own = final[base.name]
         target = _median(own)
         seconds = statistics.median(run.seconds for run in own)
-        for e in _rivals(base, entries) if target < math.inf else ():
-            name = e.one.name
-            if (known := kept.of(base.one.name, name, best)) is not None:
+        for one in _rivals(base, contestants) if target < math.inf else ():
+            if (known := kept.of(base.name, one.name, best)) is not None:
                 reached.append(known)
                 continue
-            part, runs = shortest(
-                e.task, data, e.one, best[name], tuple(seeds), target, store, PARTS
-            )
-            found = Reached(base.one.name, name, None, None, None, None)
+            config = best[one.name]
+            part, runs = shortest(task, data, one, config, tuple(seeds), target, store, PARTS)
+            found = Reached(base.name, one.name, None, None, None, None)
             if part < math.inf:
                 needed, steps = statistics.median(run.seconds for run in runs), runs[0].steps
-                ratios = steps / base.task.steps, needed / seconds
-                found = Reached(base.one.name, name, steps, needed, *ratios)
+                ratios = steps / task.steps, needed / seconds
+                found = Reached(base.name, one.name, steps, needed, *ratios)
             reached.append(found)
     return Outcome(best, final, reached)
 
@@ -153,11 +143,11 @@ def _median(runs: Sequence[Run]) -> float:
     return statistics.median(run.loss for run in runs)
 
 
-def _rivals(base: Entry, entries: Sequence[Entry]) -> list[Entry]:
+def _rivals(base: Contestant, contestants: Sequence[Contestant]) -> list[Contestant]:
     """Who is to come to where ``base`` ends: of one of ours, the same with default settings."""
-    if base.one.name.startswith("KFAC"):
-        return [e for e in entries if e.one.tuned == base.one.name]
-    return [e for e in entries if e is not base]
+    if base.name.startswith("KFAC"):
+        return [one for one in contestants if one.tuned == base.name]
+    return [one for one in contestants if one is not base]
 
 
 def rows(outcome: Outcome) -> list[dict[str, Any]]:
@@ -203,14 +193,12 @@ def save(
     """``stem``.json and ``stem``.png."""
     result = {
         "task": about,
-        "machine": describe(store.device),
         **more,
         "final": rows(outcome),
         "to the baseline's loss": [vars(one) for one in outcome.reached],
         "left out": lines,
     }
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    keep(stem.with_suffix(".json"), device=store.device, **result)
     plot(stem.with_suffix(".png"), about, outcome.final)
     print(f"{store.seconds:.0f} s of training in all; saved as {stem}.json and .png", flush=True)
 

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
+from benchmarks.recipes import command_line
 
 from .contestants import CONTESTANTS, Config
 from .search import train
@@ -79,11 +80,7 @@ class Order(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence.rates",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("convergence.rates", __doc__)
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument("--rates", nargs="+", type=float, help="others than each pair's own")
@@ -198,16 +195,8 @@ class Kept:
     def add(self, one: Order, loss: float, seconds: float, device: str) -> None:
         row = {"optimizer": one.optimizer, "lr": one.lr, "seed": one.seed}
         self.rows.append({**row, "loss": loss if loss < math.inf else None, "seconds": seconds})
-        result = {
-            "task": self.task.about,
-            "machine": describe(device, 1),
-            "steps": self.steps,
-            "runs": sorted(self.rows, key=lambda row: (row["optimizer"], row["lr"], row["seed"])),
-        }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        written = self.path.with_suffix(".part")
-        written.write_text(json.dumps(result, indent=1) + "\n")
-        written.replace(self.path)
+        rows = sorted(self.rows, key=lambda row: (row["optimizer"], row["lr"], row["seed"]))
+        keep(self.path, 1, device, task=self.task.about, steps=self.steps, runs=rows)
 
     def curves(self) -> dict[str, dict[float, list[float]]]:
         """Return each optimizer's losses over the rate, one a seed."""

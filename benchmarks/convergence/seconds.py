@@ -10,7 +10,6 @@ file.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe
+from benchmarks.recipes import command_line, replace
 
 from .contestants import CONTESTANTS
 from .search import Training, now
@@ -66,11 +66,7 @@ def race(task: Task, data: Any, found: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence.seconds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("convergence.seconds", __doc__)
     parser.add_argument("tasks", nargs="+", choices=list(TASKS))
     parser.add_argument("--data", type=Path, default=os.environ.get("KAISA_DATA"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -82,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = TASKS[name]
         race(task, task.load(Path(options.data) if options.data else None), found)
         found["seconds were measured"] = describe("cpu", 1)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        replace(path, found, indent=1)
         for one in found["to the baseline's loss"]:
             if one["steps"] is not None:
                 shares = f"{one['of_its_steps']:.2f}, {one['of_its_seconds']:.2f}"

@@ -13,9 +13,7 @@ finds take part. --brief times steps alone, in 6 minutes: the bases, Muon, and o
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -24,11 +22,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.machine import describe
+from benchmarks.machine import keep
+from benchmarks.recipes import command_line
 
 from . import proofs, steps
-from .parts import Part, Record, run
-from .settings import Settings
+from .parts import Part, Record, Settings, run
 
 PARTS = {
     "proofs": Part(proofs.run, 2.0, 0.7),
@@ -42,11 +40,7 @@ BRIEF = r"^(Muon|KFAC(SGD|Adam))$"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the number of parts that failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.cuda_trial",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line("cuda_trial", __doc__)
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS))
@@ -63,27 +57,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = Settings(device, options.rehearse, only, brief)
     multiprocessing.get_context("forkserver").set_forkserver_preload([steps.__name__])
     records: dict[str, Record] = {}
-    options.out.mkdir(parents=True, exist_ok=True)
     words = ["cuda_trial", *["brief"] * brief, *["rehearsal"] * options.rehearse]
     path = options.out / f"{'_'.join(words)}.json"
-    head = {"machine": describe(settings.device)}
 
-    def keep(name: str, record: Record) -> None:
+    def keep_part(name: str, record: Record) -> None:
         records[name] = record
-        whole = head | {"parts": {name: asdict(one) for name, one in records.items()}}
-        written = path.with_suffix(".part")
-        written.write_text(json.dumps(whole, indent=1) + "\n")
-        written.replace(path)
+        keep(path, device=device, parts={name: asdict(one) for name, one in records.items()})
 
     for name in options.parts or (STEPS if brief else PARTS):
         part, left = PARTS[name], end - time.monotonic()
         if left < 60 * part.least and not options.rehearse:
             print(f"{name}: skipped, as {left:.0f} s are left of {60 * part.least:.0f} at least")
-            keep(name, Record("skipped"))
+            keep_part(name, Record("skipped"))
             continue
         print(f"{name}:", flush=True)
         limit = min(60 * part.limit, left)
-        found = run(part, settings, limit, functools.partial(keep, name))
+        found = run(part, settings, limit, functools.partial(keep_part, name))
         error = "" if found.error is None else f"\n{found.error}"
         print(f"{name}: {found.state} after {found.seconds:.0f} s{error}", flush=True)
     return sum(record.state == "failed" for record in records.values())

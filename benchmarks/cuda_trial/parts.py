@@ -8,11 +8,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
-
-from .settings import Settings
+from typing import Any, NamedTuple
 
 Results = Iterator[dict[str, Any]]
+
+
+class Settings(NamedTuple):
+    """What every part is told."""
+
+    device: str
+    rehearse: bool  # in tiny sizes
+    only: str = ""  # of a contest's contestants: the base, and those that this pattern finds
+    brief: bool = False  # each part's first contest alone, and nobody's steps looked into
 
 
 @dataclass(frozen=True)

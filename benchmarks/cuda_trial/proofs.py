@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from .settings import Settings
+from .parts import Settings
 
 # With what else pytest is told: the former make their tensors where they need them.
 TESTS = {

@@ -23,8 +23,8 @@ from benchmarks.step_time.contestants import (
     TORCH_MUON,
     TURN,
     Maker,
-    Seconds,
     Trainer,
+    in_turns,
     is_installed,
     ours,
 )
@@ -32,7 +32,7 @@ from benchmarks.step_time.steps import floor, preconditioning
 from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task, shown
 from kaisa_optim.optim.mixin import KFACMixin
 
-from .settings import Settings, synchronize
+from .parts import Settings
 
 _PROFILED = 10  # steps
 _BEGUN = 3  # steps of each before the turns
@@ -115,6 +115,11 @@ def peers(*names: str) -> dict[str, Maker]:
 # ---- one contest ----
 
 
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def run(
     contests: Callable[[Settings], list[Contest]], settings: Settings
 ) -> Iterator[dict[str, Any]]:
@@ -150,11 +155,7 @@ def compete(contest: Contest, settings: Settings) -> Iterator[dict[str, Any]]:
         make = contest.makers[name]
         trainers[name], first = begun(contest, make, device)
         yield {"contest": title, "contestant": name} | first
-    stages: dict[str, list[Seconds]] = {name: [] for name in trainers}
-    steps = 4 if settings.rehearse and not settings.brief else contest.steps
-    for start in range(0, steps, TURN):
-        for name, trainer in trainers.items():
-            stages[name] += trainer.run(min(TURN, steps - start))
+    stages = in_turns(trainers, 4 if settings.rehearse and not settings.brief else contest.steps)
     of_base = 0.0
     for name, pairs in stages.items():
         times = [1e3 * sum(pair) for pair in pairs]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ LONG_AGO = 978  # the number of the second step: early refreshes are over, 1000 
 PAPERS = "kfac-pytorch"
 BRAIN = ", bfloat16"  # of those that precondition in it
 
-Name = TypeVar("Name", bound=Hashable)
 Seconds = tuple[float, float]  # of a step: forward and backward, and the optimizer's part
 # What steps a network, one after the other; of ours there is one, with its preconditioner.
 Maker = Callable[[nn.Module, Task, int, int], Sequence[Any]]
@@ -42,7 +41,6 @@ class Trainer:
         device: str,
         make: Maker,
         intervals: tuple[int, int],
-        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     ) -> None:
         torch.manual_seed(0)
         self.device = device
@@ -50,13 +48,12 @@ class Trainer:
         if self.scaler.is_enabled():
             task = replace(task, options={**task.options, "grad_scaler": self.scaler})
         self.task = task
-        model = task.network().to(device)
+        self.model = task.network().to(device)
         batches = [task.batch() for _ in range(BATCHES)]
         if task.half and batches[0][0].dim() == 4:  # as tensor cores want their convolutions
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             batches = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in batches]
         self.batches = itertools.cycle([(x.to(device), y.to(device)) for x, y in batches])
-        self.model = wrap(model)
         self.optimizers = make(self.model, task, *intervals)
         # The tables are of times; what K-FAC leaves to the base is no news here.
         warnings.filterwarnings("ignore", "the base optimizer updates these")
@@ -116,26 +113,22 @@ class Runs(Protocol):
     def run(self, steps: int) -> list[Seconds]: ...
 
 
-def race(
-    trainers: Mapping[Name, Runs],
-    interval: int,
-    rounds: int,
-    before_turn: Callable[[], None] = lambda: None,
-) -> list[dict[Name, list[Seconds]]]:
-    """The steps of each in each round, one interval long, after a first one that does not count.
+def in_turns(trainers: Mapping[str, Runs], steps: int) -> dict[str, list[Seconds]]:
+    """Return the seconds of so many steps of each, in turns."""
+    found: dict[str, list[Seconds]] = {name: [] for name in trainers}
+    for start in range(0, steps, TURN):
+        for name, trainer in trainers.items():
+            found[name] += trainer.run(min(TURN, steps - start))
+    return found
 
-    ``before_turn`` is called before each turn.
-    """
+
+def race(
+    trainers: Mapping[str, Runs], interval: int, rounds: int
+) -> list[dict[str, list[Seconds]]]:
+    """Return the steps of each in each round, one interval long, but for the first two steps."""
     for trainer in trainers.values():
         trainer.run(2)  # the first steps gather and refresh everything
-    found: list[dict[Name, list[Seconds]]] = []
-    for _ in range(rounds):
-        found.append({name: [] for name in trainers})
-        for start in range(0, interval, TURN):
-            for name, trainer in trainers.items():
-                before_turn()
-                found[-1][name] += trainer.run(min(TURN, interval - start))
-    return found
+    return [in_turns(trainers, interval) for _ in range(rounds)]
 
 
 # ---- makers ----

@@ -1,11 +1,10 @@
-"""What every part of the benchmark hands in."""
+"""What is asked for, and what is told in the end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -17,8 +16,7 @@ class Settings:
     steps: int
     device: str
     tasks: Sequence[str]
-    ranks: int
-    only: Sequence[str] | None = None  # of whole steps, who is measured; None: all
+    only: Sequence[str] | None = None  # who is measured; None: all
 
     def rounds(self, interval: int) -> int:
         """Intervals to measure: of a single one, nobody knows by how much it was disturbed."""
@@ -39,12 +37,3 @@ class Figure(NamedTuple):
             return text
         reached = "reached" if self.value <= self.wanted else "missed"
         return f"{text} (at most {self.wanted:.2f} wanted: {reached})"
-
-
-@dataclass
-class Report:
-    """A part's results: for JSON, in plain words, and as a plot."""
-
-    results: Any
-    figures: list[Figure]
-    plot: Callable[[Path], None]

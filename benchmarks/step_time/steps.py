@@ -14,7 +14,7 @@ import functools
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -36,7 +36,7 @@ from .contestants import (
     race,
     takes_part,
 )
-from .report import Figure, Report, Settings
+from .report import Figure, Settings
 from .tasks import Task, shown, tasks
 
 STAGES = ("forward and backward", "gather factors", "update and refresh", "precondition and step")
@@ -63,9 +63,10 @@ class Measured:
     host_syncs: str | None = None  # on CUDA: "none", or what torch said of the first
 
 
-def run(settings: Settings) -> Report:
+def run(settings: Settings) -> tuple[dict[str, list[Measured]], list[Figure]]:
+    """Return all that was measured by task and intervals, and the figures that sum it up."""
     found: dict[str, list[Measured]] = {}
-    figures = []
+    figures: list[Figure] = []
     for name in settings.tasks:
         task = tasks(settings.short)[name]
         makers, absent = contestants(task, settings.device)
@@ -86,12 +87,8 @@ def run(settings: Settings) -> Report:
                 add_peaks(results, functools.partial(peak, name, settings.short, intervals), times)
             print("\n".join(table(results)), end="\n\n", flush=True)
             found[title] = results
-            figures += list(summary(name, task, intervals, results))
-    return Report(
-        {title: [asdict(one) for one in results] for title, results in found.items()},
-        figures,
-        functools.partial(plot, found),
-    )
+            figures += summary(name, task, intervals, results)
+    return found, figures
 
 
 def measure(

@@ -270,16 +270,10 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
     task, store = line(), search.Store(tmp_path / "runs.json")
     rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}
     entries = [
-        contest.Entry(
-            dataclasses.replace(
-                plain(name=name),
-                space={"lr": lambda place, r=rate: r * (1 + place)},
-            ),
-            task,
-        )
+        dataclasses.replace(plain(name=name), space={"lr": lambda place, r=rate: r * (1 + place)})
         for name, rate in rates.items()
     ]
-    found = contest.contest(entries, DATA, store, 6, (1, 2, 3))
+    found = contest.contest(task, entries, DATA, store, 6, (1, 2, 3))
     tried = [json.loads(key) for key in store.runs]
     for name in rates:
         assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
@@ -302,20 +296,20 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
 def test_default_settings_run_against_the_tuned_ones(tmp_path):
     names = {"base": None, "KFAC x": None, "KFAC x, defaults": "KFAC x", "KFAC y": None}
     entries = [
-        contest.Entry(dataclasses.replace(plain(0.1, name=name), tuned=tuned), line())
-        for name, tuned in names.items()
+        dataclasses.replace(plain(0.1, name=name), tuned=tuned) for name, tuned in names.items()
     ]
-    found = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,))
+    store = search.Store(tmp_path / "runs.json")
+    found = contest.contest(line(), entries, DATA, store, 1, (1,))
     assert [(r.baseline, r.optimizer) for r in found.reached] == [
         ("base", "KFAC x"),
         ("base", "KFAC x, defaults"),
         ("base", "KFAC y"),
         ("KFAC x", "KFAC x, defaults"),
     ]
-    few = contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["KFAC x"])
+    few = contest.contest(line(), entries, DATA, store, 1, (1,), ["KFAC x"])
     assert few.reached == found.reached[3:] and few.final.keys() == found.final.keys()
     with pytest.raises(SystemExit, match="--targets SGD: not among those who train, base, KFAC x"):
-        contest.contest(entries, DATA, search.Store(tmp_path / "runs.json"), 1, (1,), ["SGD"])
+        contest.contest(line(), entries, DATA, store, 1, (1,), ["SGD"])
     for one in CONTESTANTS.values():
         if one.tuned is not None:
             assert set(one.space) <= {"lr", "lr_rest"}
@@ -327,41 +321,38 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
 def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
     """Settings, and who came to whose loss, are as they were kept; newcomers meet them."""
     base, rival, new = (plain(r, name=n) for r, n in ((0.05, "base"), (0.3, "rival"), (0.2, "new")))
-    store, first = (
-        search.Store(tmp_path / "runs.json"),
-        [contest.Entry(x, line()) for x in (base, rival)],
-    )
-    before = contest.contest(first, DATA, store, 2, (1, 2, 3))
+    store, first = search.Store(tmp_path / "runs.json"), [base, rival]
+    before = contest.contest(line(), first, DATA, store, 2, (1, 2, 3))
     contest.save(tmp_path / "result", "a line", before, store, [])
     path = tmp_path / "result.json"
     kept = contest.Kept.read(path, ["base", "rival"])
     runs = len(store.runs)
     with mock.patch.object(contest, "search", side_effect=AssertionError):
-        again = contest.contest(first, DATA, store, 2, (1, 2, 3), kept=kept)
+        again = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=kept)
     assert again == before and len(store.runs) == runs
     # A baseline with other settings would end elsewhere.
     bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
-    entries = [contest.Entry(x, line()) for x in (bolder, rival, new)]
+    entries = [bolder, rival, new]
     with mock.patch.object(contest, "search", wraps=search.search) as searched:
-        found = contest.contest(entries, DATA, store, 2, (1, 2, 3), kept=kept)
+        found = contest.contest(line(), entries, DATA, store, 2, (1, 2, 3), kept=kept)
     assert [call.args[2].name for call in searched.call_args_list] == ["new"]
     assert found.best == {**before.best, "new": {"lr": 0.2}}
     pairs = {(one.baseline, one.optimizer): one for one in found.reached}
     assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
     newly = contest.Kept.read(path, ["base"])
     newly.best["rival"] = {"lr": 0.1}
-    met = contest.contest(first, DATA, store, 2, (1, 2, 3), kept=newly)
+    met = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=newly)
     assert met.best == {**before.best, "rival": {"lr": 0.1}}
     assert met.reached != before.reached
     # The settings of the better whole runs are a baseline's; what was kept of the others is void.
     for rate, ends in ((0.001, 0.05), (0.3, 0.3)):
         same = contest.contest(
-            first, DATA, store, 2, (1, 2, 3), kept=kept, rated={"base": {"lr": rate}}
+            line(), first, DATA, store, 2, (1, 2, 3), kept=kept, rated={"base": {"lr": rate}}
         )
         assert same.best["base"] == {"lr": ends} == same.final["base"][0].config
         assert (same.reached == before.reached) == (ends == 0.05)
     with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
-        contest.contest(first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
+        contest.contest(line(), first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
     with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
         contest.Kept.read(path, ["base", "stranger"])
 

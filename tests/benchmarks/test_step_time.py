@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
-from benchmarks.step_time import ranks, steps
+from benchmarks.step_time import steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import BASES, OURS, TURN, Trainer, ours, takes_part
 from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task
@@ -229,22 +229,6 @@ def test_the_papers_code_stands_beside_ours_in_its_precision():
     assert [one.beside for one in results] == [0.25, 0.2, None, None]
 
 
-# ---- ranks ----
-
-
-def test_growth_is_held_against_the_bases_in_the_same_round():
-    times = {
-        "SGD": ([10.0, 20.0, 10.0], [11.0, 30.0, 12.0]),
-        "KFACSGD, opt": ([20.0, 40.0, 20.0], [24.0, 66.0, 22.0]),
-    }
-    found = ranks.growths(times)
-    assert found["SGD"] == pytest.approx((10.0, 12.0, 1.2, 1.0))
-    # Growths 1.2, 1.65, 1.1 over 1.1, 1.5, 1.2.
-    assert found["KFACSGD, opt"] == pytest.approx((20.0, 24.0, 1.2, 1.2 / 1.1))
-    slower = ranks.growths({**times, "KFACSGD, opt": ([20.0] * 3, [33.0, 45.0, 36.0])})
-    assert slower["KFACSGD, opt"].beside == pytest.approx(1.5)
-
-
 # ---- the command ----
 
 
@@ -262,7 +246,7 @@ def asked(monkeypatch):
     return calls
 
 
-SHORTLY = ["--short", "--parts", "steps", "--threads", "1", "--tasks", "transformer"]
+SHORTLY = ["--short", "--threads", "1", "--tasks", "transformer"]
 
 
 @pytest.mark.usefixtures("asked")
@@ -280,12 +264,6 @@ def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys
     assert "wanted" not in "".join(record["summary"])
     benchmark.main(SHORTLY)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-def test_parts_that_a_device_has_not_are_named(capsys):
-    with pytest.raises(SystemExit):
-        benchmark.main(["--device", "cuda", "--parts", "steps", "ranks"])
-    assert "--device cuda has no part ranks; use --device cpu" in capsys.readouterr().err
 
 
 def test_some_may_be_measured_alone(asked):
