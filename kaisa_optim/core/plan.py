@@ -64,7 +64,7 @@ class CompiledPlan:
         self.rows: Rows | None = None
         self.shards: Shards | None = None
         self.nu: Tensor | None = None  # of the last step's clip
-        self.whole: Share | None = None  # all blocks, where some number goes by all of them
+        self.whole: Share | None = None  # all blocks, where a clip goes by all of them
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
@@ -281,7 +281,7 @@ def sizes_of(rule: Rule, options: Options) -> Sizes:
     """Return what the bytes of this rule depend on under these options."""
     dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
     average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    terms = rule.sizes.terms if rule.makes_directions else CLIP_TERMS * clips
+    terms = CLIP_TERMS * (clips and not rule.makes_directions)
     return rule.sizes._replace(average=average, wire=wire, terms=terms)
 
 

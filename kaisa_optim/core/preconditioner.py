@@ -215,7 +215,7 @@ class Preconditioner(Answers):
         """Step the plan's parameters by new gradients or directions; the base steps the others."""
         # A call of stage would cost every step, and nullcontext takes a name, too.
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
-        numbers, length = base.follow(plan), self.rule.length
+        numbers = base.follow(plan)
         for share in plan.local:
             self._make(numbers, share)
         make = functools.partial(self._make, numbers)
@@ -223,16 +223,12 @@ class Preconditioner(Answers):
             if ways is not None:
                 ways.exchange(make)
         scales: list[Tensor] | None = None
-        if plan.whole is not None:  # some number goes by all blocks
+        if plan.whole is not None and self.kl_clip is not None:
             terms = [share.terms for share in plan.shares]
             terms += [] if plan.shards is None else plan.shards.terms()
-            if length is not None:
-                with label(PREFIX + "length"):
-                    scales = length.finish(terms, plan.whole, numbers)
-            elif self.kl_clip is not None:
-                fixed = [(x, x["kl_clip_lr"]) for x in groups]
-                rates = [rate_of(x) if own == "current" else own for x, own in fixed]
-                scales = plan.clip(terms, self.kl_clip, rates)
+            fixed = [(x, x["kl_clip_lr"]) for x in groups]
+            rates = [rate_of(x) if own == "current" else own for x, own in fixed]
+            scales = plan.clip(terms, self.kl_clip, rates)
         for i, share in enumerate(plan.shares):
             share.deliver(None if scales is None else scales[i])
         if plan.shards is not None and scales is not None:
@@ -251,9 +247,9 @@ class Preconditioner(Answers):
             matrices = [group.collect("ahead") for group in share.groups]
             if rule.length is None:
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
-                terms = [products(*x) for x in zip(matrices, share.directions, strict=True)]
-                none = share.roots.new_empty(len(share.roots), 0)
-                share.terms = torch.cat(terms) if self.groups.sizes.terms else none
+                if self.groups.sizes.terms:
+                    terms = [products(*x) for x in zip(matrices, share.directions, strict=True)]
+                    share.terms = torch.cat(terms)
                 return
             # Squares of tiny and of huge numbers would be zero or infinite.
             divisors = norms_of(matrices, 1).div_(share.roots).to(share.like.dtype)
@@ -262,7 +258,7 @@ class Preconditioner(Answers):
             with full_precision():
                 share.directions = [*map(rule.apply, share.groups, matrices, repeat(damping_of))]
             with label(PREFIX + "length"):
-                share.terms = rule.length.give(share, matrices, divisors, base)
+                rule.length.give(share, matrices, divisors, base)
 
     # ---- the plan ----
 

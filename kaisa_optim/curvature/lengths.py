@@ -1,8 +1,8 @@
 """Lengths of steps: along K-FAC's direction the loss falls as it falls by the base's own step.
 
 To first order, a step -η D lowers the loss by η ⟨D, M⟩ if the momentum M stands for the gradient.
-The base's own step lowers it by its *fall*. A length is the η at which both are equal. Everything
-is per block, but for SGD, whose blocks share one scale.
+The base's own step lowers it by its *fall*. A length is the η at which both are equal, in each
+block.
 
 Numbers of all blocks of a step, whatever their shapes, make one tensor: few small operations.
 """
@@ -39,9 +39,6 @@ _FREE, _FREE_OF_WEIGHTS = 0.003, 0.02
 # value. With 0.001 free for weights of any size, the U-Net ended at 0.051 for 0.046.
 _OF_WEIGHTS_BY_SGD = 0.03
 _FREE_OF_WEIGHTS_BY_SGD, _FREE_OF_ZEROS_BY_SGD = 0.1, 0.001
-# A block's scale under SGD is at most this multiple of the scale by its own fall alone: blocks with
-# tiny gradients, such as idle experts', would else take whole steps.
-_MOST_OF_OWN = 10.0
 _TINY = 1e-30  # a divisor in place of zero
 SQUARE_SUM = TensorSpec("square_sum", "counters", "number", "own")
 
@@ -97,7 +94,7 @@ class Share:
         self.measured: Any = None  # sums over each block, of what the base measures
         self.squares: Any = None  # of squares of the weights
         self.directions: list[Tensor] = []
-        self.terms = torch.empty(0)
+        self.terms = self.roots.new_empty(len(self.roots), 0)  # of the clip
         # Layers of one block and of whole parameters, whose norms need no copy: a parameter's place
         # in the plan, and its block.
         plain: list[tuple[int, int]] = []
@@ -205,22 +202,17 @@ class Length(ABC):
     """One way to give directions a length."""
 
     measures = ""  # what is summed of all that the base measures: "squares", "sums" or nothing
-    terms = 0  # numbers of each block that travel with its direction
     specs: tuple[TensorSpec, ...] = ()  # what gradient workers keep for each block
 
     @abstractmethod
     def give(
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
-    ) -> Tensor:
-        """Give directions their length, in place; return the blocks' terms, ``[blocks, terms]``.
+    ) -> None:
+        """Give directions their length, in place.
 
         ``momenta`` are divided by ``divisors``: their absolute values add up to the root of their
         number. A divisor of zeros is 1.
         """
-
-    def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
-        """Return the scales of the blocks, from the terms of all of them, where there are any."""
-        raise NotImplementedError
 
 
 class AdamSettings(NamedTuple):
@@ -242,7 +234,7 @@ class AdamLength(Length):
 
     def give(
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
-    ) -> Tensor:
+    ) -> None:
         # A layer's first parameter, its weight, has the settings of the layer.
         settings = [base.settings[i] for i in share.weights]
         adam: AdamSettings = settings[0]
@@ -270,7 +262,6 @@ class AdamLength(Length):
         fall /= deviation
         scales = _limited(fall / along, share, rate, taken=False) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return divisors.new_empty(len(divisors), 0)
 
 
 class FallLength(Length):
@@ -280,7 +271,7 @@ class FallLength(Length):
 
     def give(
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
-    ) -> Tensor:
+    ) -> None:
         rate, shares = share.rates(base.rates)
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
@@ -293,65 +284,26 @@ class FallLength(Length):
         scales = share.measured.clamp(min=0) / along.mul_(divisors)
         scales = _limited(scales, share, rate, taken=True) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
-        return divisors.new_empty(len(divisors), 0)
 
 
 class SGDLength(Length):
-    """SGD's fall Σ lr ‖M‖² over all blocks: one scale for all, and a limit for each block.
-
-    Terms: ‖M‖² and ⟨D, M⟩, each of all columns and of the last one, where a bias has a rate of its
-    own, and the limit of the block's scale.
-    """
-
-    terms = 5
+    """SGD's fall lr ‖M‖², where a bias may have a rate of its own; weights limit its steps."""
 
     def give(
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
-    ) -> Tensor:
+    ) -> None:
         rate, shares = share.rates(base.rates)
-        units, norms, along = _along(share, momenta, shares, apart=True)
-        # Blocks at rest do not shorten the others' steps.
-        along = torch.where(norms > 0, along.mul_(divisors), 0.0)
-        whole = norms.mul_(divisors).square_()
-        squares = last = torch.zeros_like(whole)
+        units, norms, along = _along(share, momenta, shares)
+        squares = norms.square_()
         if shares is not None:
-            squares = _dots_of_last(momenta, momenta).mul_(divisors).mul_(divisors)
-            last = _dots_of_last(share.directions, momenta).mul_(units).mul_(divisors)
-        own = whole / along.clamp(min=torch.finfo(along.dtype).tiny)
-        most = (own * _MOST_OF_OWN).nan_to_num_(nan=math.inf, posinf=math.inf)  # an overflow
+            squares += _dots_of_last(momenta, momenta).mul_(shares - 1)
         # SGD steps along a momentum of any length.
         size = share.squares.sqrt().div_(share.roots)
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
         limit = torch.maximum(size * _OF_WEIGHTS_BY_SGD, free).maximum(share.free) / rate
-        limit = torch.minimum(limit, most)
-        torch._foreach_mul_(share.directions, list(units[:, None, None].split(share.sizes)))
-        return torch.stack([whole, squares, along, last, limit], 1)
-
-    def finish(self, terms: list[Tensor], share: Share, base: BaseNumbers) -> list[Tensor]:
-        """Return one scale for all blocks, but for their limits.
-
-        Σ lr ‖M‖² and Σ lr ⟨D, M⟩ are added up over blocks in the layers' order, so that all ranks
-        have the same bits.
-        """
-        each = torch.cat([x.to(share.like.device) for x in terms])
-        rows, (rate, shares) = each[:, :4], share.rates(base.rates)
-        if shares is None and not (isinstance(rate, Tensor) and rate.dim()):
-            total = rows.index_select(0, share.order).sum(0)
-            fall, along = total[0], total[2]
-        else:
-            of_bias = share.each("rate of bias", [base.rates[i] for i in share.numbers[1]])
-            parts = (rows[:, ::2] - rows[:, 1::2]).mul_(_column(rate))
-            parts += rows[:, 1::2] * _column(of_bias)
-            fall, along = parts.index_select(0, share.order).sum(0).unbind()
-        common = torch.where(along > 0, fall / along, 0.0)
-        common = common.expand(len(each)).nan_to_num(nan=math.inf, posinf=math.inf)
-        scales = torch.minimum(common, each[:, 4]).nan_to_num_(nan=0.0, posinf=0.0)
-        return list(scales.split([len(x) for x in terms]))
-
-
-def _column(values: Number) -> Number:
-    many = isinstance(values, Tensor) and values.dim() == 1
-    return values[:, None] if many else values  # type: ignore[index]
+        scales = squares.div_(along).mul_(divisors).nan_to_num_(nan=math.inf, posinf=math.inf)
+        scales = torch.minimum(scales, limit).nan_to_num_(nan=0.0, posinf=0.0).mul_(units)
+        torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
 
 
 def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
@@ -377,20 +329,19 @@ def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
 
 
 def _along(
-    share: Share, momenta: list[Tensor], shares: Tensor | None, *, apart: bool = False
+    share: Share, momenta: list[Tensor], shares: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's divisors, each ``[blocks]``.
 
     Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
-    0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part, unless it is told
-    ``apart``.
+    0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part.
     """
     norms = norms_of(momenta, 2)
     moved = share.directions if shares is None else _in_last(share.directions, shares)
     units = share.roots / norms_of(moved, 2).clamp_(min=_TINY)
     pairs = zip(share.directions, momenta, strict=True)
     dots = torch.cat([(x * y).sum((1, 2)) for x, y in pairs])
-    if shares is not None and not apart:
+    if shares is not None:
         dots += _dots_of_last(share.directions, momenta).mul_(shares - 1)
     least = (norms * _LEAST_COSINE).mul_(share.roots)
     return units, norms, torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)

@@ -284,9 +284,7 @@ class PolarRule(TriangleRule):
     def __init__(self, dtype: torch.dtype | None, length: Length) -> None:
         super().__init__(dtype)
         self.length = length
-        self.sizes = self.sizes._replace(
-            of_gradient=length.specs, terms=length.terms, shard_sums=SHARD_SUMS
-        )
+        self.sizes = self.sizes._replace(of_gradient=length.specs, shard_sums=SHARD_SUMS)
 
     def faults(self, spec: TensorSpec, tensor: Tensor) -> Iterator[str]:
         found = [*super().faults(spec, tensor)]

@@ -96,8 +96,8 @@ def _blank(base: type[Optimizer]) -> KFACMixin:
 class KFACSGD(KFACMixin, torch.optim.SGD):
     """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``.
 
-    All layers step along K-FAC's directions with one scale, until the loss has fallen, to first
-    order, as by SGD's step.
+    Each layer steps along K-FAC's direction, until the loss has fallen, to first order, as by SGD's
+    step.
     """
 
     _base = torch.optim.SGD

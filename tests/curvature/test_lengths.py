@@ -100,7 +100,6 @@ def unlimited() -> Iterator[None]:
         mock.patch.object(Block, "limit", lambda block, rate: math.inf),
         mock.patch.object(lengths, "_FREE", 1e99),
         mock.patch.object(lengths, "_FREE_OF_ZEROS_BY_SGD", 1e99),
-        mock.patch.object(lengths, "_MOST_OF_OWN", math.inf),
     ):
         yield
 
@@ -290,8 +289,8 @@ def groups_of(model: nn.Module, rate: float, other: float) -> list[dict[str, Any
 @property_test
 @given(rate=rates, share=st.sampled_from([1.0, 0.25, 3.0]), size=sizes, free=st.booleans(),
        how=momenta)  # fmt: skip
-def test_sgds_scale_of_all_blocks(rate, share, size, free, how):
-    """Σ lr ‖M‖² / Σ lr ⟨D, M⟩, but no block beyond its own limits; rates of groups weigh."""
+def test_sgds_fall_gives_a_length(rate, share, size, free, how):
+    """Σ lr ‖M‖² / Σ lr ⟨D, M⟩ in each block, up to its limit; rates of groups weigh."""
     assume(how or not free)  # free steps may end where each gradient is zero
     model = Blocks(size)
     groups = groups_of(model, rate, rate * share)
@@ -299,23 +298,17 @@ def test_sgds_scale_of_all_blocks(rate, share, size, free, how):
     for count in range(3):
         backward(model, count)
         with unlimited() if free else contextlib.nullcontext():
-            blocks = stepped(model, opt)
-            rows = {x: rates_of(model, x[0], b, rate, share) for x, b in blocks.items()}
-            blocks = {x: b.moved_by(rows[x] / rows[x][0, 0]) for x, b in blocks.items()}
-            fall = sum(float((rows[x] * b.momentum.square()).sum()) for x, b in blocks.items())
-            along = sum(
-                float((rows[x] * b.direction * b.momentum).sum()) for x, b in blocks.items()
-            )
-            moved = 0.0
-            for key, block in blocks.items():
-                own = float(block.momentum.square().sum()) / block.along
-                of_weight = float(rows[key][0, 0])
-                most = min(block.limit(None) / of_weight, own * lengths._MOST_OF_OWN)
-                step = rows[key] * min(fall / along, most) * block.direction
-                assert_close(block.step, step, 1e-7, str(key))
-                moved += float((block.step * block.momentum).sum())
-            if free:
-                assert moved == pytest.approx(fall, rel=1e-7)
+            for key, block in stepped(model, opt).items():
+                row = rates_of(model, key[0], block, rate, share)
+                of_weight = float(row[0, 0])
+                block = block.moved_by(row / of_weight)
+                fall = float((row * block.momentum.square()).sum())
+                along = float((row * block.direction * block.momentum).sum())
+                scale = min(fall / along, block.limit(None) / of_weight)
+                assert_close(block.step, row * scale * block.direction, 1e-7, str(key))
+                if free:
+                    moved = float((block.step * block.momentum).sum())
+                    assert moved == pytest.approx(fall, rel=1e-7)
 
 
 def rates_of(model: nn.Module, name: str, block: Block, rate: float, share: float) -> Tensor:
@@ -366,15 +359,12 @@ def test_a_direction_across_the_momentum_counts_as_having_a_small_cosine(cls):
         key: lengths._LEAST_COSINE * block.entries**0.5 * block.momentum.norm()
         for key, block in blocks.items()
     }
-    squares = sum(block.momentum.square().sum() for block in blocks.values())
     for key, block in blocks.items():
         assert abs(block.along) < 1e-12
+        fall = block.momentum.square().sum()
         if cls is KFACAdam:  # in the first step ahead is ∇, and Σv its square
-            scale = block.gradient.abs().sum() / (
-                lengths._LEAST_COSINE * block.entries**0.5 * block.gradient.norm()
-            )
-        else:
-            scale = squares / sum(floors.values())
+            fall = block.momentum.abs().sum()
+        scale = fall / floors[key]
         assert_close(block.step, 0.1 * scale * block.direction, 1e-6, str(key))
 
 

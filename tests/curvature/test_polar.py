@@ -214,7 +214,7 @@ def mlp(n: int = 4, seed: int = 0) -> nn.Module:
 def unlimited() -> Iterator[None]:
     """Steps of any length: limits go by rates, which a test may have to scale."""
 
-    constants = ("_FREE", "_FREE_OF_ZEROS_BY_SGD", "_MOST_OF_OWN")
+    constants = ("_FREE", "_FREE_OF_ZEROS_BY_SGD")
     with mock.patch.multiple(lengths, **dict.fromkeys(constants, math.inf)):
         yield
 

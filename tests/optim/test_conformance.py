@@ -256,10 +256,7 @@ def test_lamb_decays_before_the_trust_ratio(coupled):
 
 @pytest.mark.parametrize("base", having("lr", "SGD", "SGD with momentum", "ASGD"))
 def test_each_layer_steps_at_its_groups_rate(base):
-    """At rates at which no limit of a length is met.
-
-    Layers of SGD have one scale, and ASGD's own rate falls with lr.
-    """
+    """At rates at which no limit of a length is met; ASGD's own rate falls with lr."""
     start = 1e-3 * CASES[base][1]["lr"]
 
     def moved(other: float) -> dict[str, Tensor]:

@@ -599,9 +599,8 @@ def test_group_added_between_directions(cls):
     train(alone, head, [3])
     moved = difference(before, model)
     assert all(change.abs().max() > 0 for change in moved.values())
-    if cls is KFACAdam:  # with SGD, all layers have one scale
-        own = difference(before, alone)
-        assert_near([moved[n] for n in ("2.weight", "2.bias")], [own["2.weight"], own["2.bias"]])
+    own = difference(before, alone)
+    assert_near([moved[n] for n in ("2.weight", "2.bias")], [own["2.weight"], own["2.bias"]])
 
 
 def factors_of(opt: Any, name: str) -> tuple[torch.Tensor, ...]:
