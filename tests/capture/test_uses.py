@@ -14,6 +14,7 @@ from kaisa_optim import KFACSGD, register_layer
 from kaisa_optim.layers.kinds import LinearLayer
 from tests.layers.test_uses import Body, headed, loss_of, stepped
 from tests.support.close import assert_close
+from tests.support.training import descend
 from tests.support.watch import exact, normal, seeded, taken
 
 TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
@@ -210,9 +211,7 @@ def test_parts_of_a_model_that_is_never_called_are_searched_around():
     net = seeded(lambda: nn.ModuleDict({"a": Block(), "b": nn.Linear(4, 2)}))
     opt = KFACSGD(net, lr=0.01)
     for _ in range(4):
-        opt.zero_grad()
-        loss_of(net["b"](net["a"](normal(6, 4)))).backward()
-        opt.step()
+        descend(opt, loss_of(net["b"](net["a"](normal(6, 4)))))
     assert opt.preconditioner.registry.states["a.inner"].has_average
 
 
@@ -296,9 +295,7 @@ def test_a_checkpointed_model_trains_in_another_thread():
     def train() -> None:
         try:
             for _ in range(3):
-                opt.zero_grad()
-                net(normal(3, 4).float()).square().mean().backward()
-                opt.step()
+                descend(opt, net(normal(3, 4).float()).square().mean())
         except Exception as error:
             failed.append(error)
 

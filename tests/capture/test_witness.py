@@ -25,6 +25,7 @@ from kaisa_optim.layers.kinds import LinearLayer
 from kaisa_optim.layers.watch import WatchMode
 from tests.layers.test_uses import Body, loss_of
 from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import descend
 from tests.support.watch import normal, seeded
 
 
@@ -70,9 +71,7 @@ def elsewhere(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(steps):
-            opt.zero_grad()
-            loss(net, x).backward()
-            opt.step()
+            descend(opt, loss(net, x))
     texts = [str(w.message) for w in caught if "comes from no call" in str(w.message)]
     return opt.preconditioner.coverage().elsewhere, texts
 
@@ -185,9 +184,7 @@ def test_a_pass_without_a_backward_tells_nothing_in_the_next_step():
     net = seeded(Head)
     opt = KFACAdam(net, lr=1e-9, factor_update_steps=3, staggered=False)
     for _ in range(5):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4))))
         loss_of(net(normal(6, 4)))  # an evaluation that forgot no_grad
     assert opt.preconditioner.coverage().elsewhere == {}
 
@@ -198,9 +195,7 @@ def steps_with_comparisons(twice_from: int) -> list[int]:
     opt = KFACAdam(net, lr=1e-3, factor_update_steps=1)
     for step in range(20):
         net.twice = step >= twice_from
-        opt.zero_grad()
-        loss_of(net(normal(6, 4))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4))))
         if opt.preconditioner.capture.witness.due:
             found.append(step)
     assert opt.preconditioner.coverage().elsewhere == {}

@@ -37,7 +37,7 @@ from kaisa_optim.optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
 from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import assert_same
+from tests.support.training import assert_same, descend
 
 pytestmark = [
     pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7"),
@@ -432,8 +432,7 @@ def divided() -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
         return parallelize_module(model, mesh_of((2,)), ways)
 
     def stepped(model: nn.Module, opt: torch.optim.Optimizer) -> list[Tensor]:
-        model(torch.ones(5, 6)).square().mean().backward()
-        opt.step()
+        descend(opt, model(torch.ones(5, 6)).square().mean())
         return [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
 
     ours, plain = parallel(), parallel()
@@ -472,9 +471,7 @@ def taught(
             x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
             if spread:
                 x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            opt.step()
+            descend(opt, F.mse_loss(model(x), y))
     texts = "\n".join(str(w.message) for w in record)
     return full_values(model), list(opt.preconditioner.coverage().left), texts
 
@@ -560,9 +557,7 @@ def reads_text(
     for i in range(STEPS):
         tokens = torch.randint(8, (8, 6), generator=torch.Generator().manual_seed(i))
         part = tokens.chunk(2)[dist.get_rank()]
-        opt.zero_grad()
-        F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()))
     report = opt.preconditioner.coverage()
     assert report.elsewhere == {}
     return full_values(model), report.share

@@ -28,6 +28,7 @@ from tests.support.training import (
     as_on_a_gpu,
     assert_near,
     assert_same,
+    descend,
     early,
     factors,
 )
@@ -282,23 +283,17 @@ def test_layer_unused_in_this_batch(method):
         warnings.simplefilter("error")
         # Branch b appears in the second step for the first time, unused in the first.
         for way in ("a", "b"):
-            opt.zero_grad()
-            loss_of(net(x, way)).backward()
-            opt.step()
+            descend(opt, loss_of(net(x, way)))
         before = factors(opt)["a"]
         a, b = (x.weight.detach().clone() for x in (net.a, net.b))
-        opt.zero_grad()
-        loss_of(net(x, "b")).backward()
-        opt.step()
+        descend(opt, loss_of(net(x, "b")))
     assert torch.equal(net.a.weight, a) and not torch.equal(net.b.weight, b)
     assert_same(opt.preconditioner.factors("a"), before)
     # Back in use, its average weighs its own two batches only.
     twin = copy.deepcopy(net)
     watch = Watch(twin, "a")
     loss_of(twin(2 * x, "a")).backward()
-    opt.zero_grad()
-    loss_of(net(2 * x, "a")).backward()
-    opt.step()
+    descend(opt, loss_of(net(2 * x, "a")))
     new = factors_of(*rows_of(twin.a, watch.trained("a")), 6.0)
     share = 0.05 / (1 - 0.95**2)
     expected = tuple(old + share * (n - old) for old, n in zip(before, new, strict=True))
@@ -313,8 +308,7 @@ def test_layer_unused_in_this_batch_with_a_zero_gradient():
     opt.step()
     before, older = net.b.weight.detach().clone(), factors(opt)["b"]
     opt.zero_grad(set_to_none=False)
-    loss_of(net(x, "a")).backward()
-    opt.step()
+    descend(opt, loss_of(net(x, "a")))
     assert torch.equal(net.b.weight, before)
     assert_same(opt.preconditioner.factors("b"), older)
 
@@ -332,9 +326,7 @@ def without_rows(options: dict[str, Any]) -> list[Tensor]:
             count = world() - 1
             parts = [*zip(x.chunk(count), y.chunk(count), strict=True), (x[:0], y[:0])]
             x, y = parts[rank()]
-        opt.zero_grad()
-        ((model(x) - y).square().sum() * world() / (ROWS * 3)).backward()
-        opt.step()
+        descend(opt, (model(x) - y).square().sum() * world() / (ROWS * 3))
     return weights(model)
 
 

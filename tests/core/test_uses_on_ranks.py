@@ -18,7 +18,7 @@ from tests.support import groups
 from tests.support.close import assert_close
 from tests.support.cluster import average
 from tests.support.ranks import run
-from tests.support.training import EVERY_STEP, assert_near, assert_same
+from tests.support.training import EVERY_STEP, assert_near, assert_same, descend
 
 ROWS, STEPS = 12, 4
 
@@ -74,9 +74,7 @@ def learn(model: nn.Module, opt: Any, i: int) -> None:
     if dist.is_initialized() and dist.get_world_size() > 1:
         world, rank = dist.get_world_size(), dist.get_rank()
         x, y = x.chunk(world)[rank], y.chunk(world)[rank]
-    opt.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    opt.step()
+    descend(opt, F.mse_loss(model(x), y))
 
 
 def optimizer(cls: Any, model: nn.Module, **options: Any) -> Any:
@@ -121,9 +119,7 @@ def tied(same: bool, options: dict[str, Any], joined: int = 1) -> list[Tensor]:
         seeds = [i] if same else [2 * i + rank + j for j in range(joined)]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         x = torch.cat([torch.randint(0, 7, (4, 5), generator=one) for one in generators])
-        opt.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()))
     assert list(opt.preconditioner.coverage().left) == ["head.bias"]
     return [p.detach().clone() for p in net.parameters()]
 

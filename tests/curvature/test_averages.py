@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import ANEW, assert_same, backward, factors, network, train
+from tests.support.training import ANEW, assert_same, backward, descend, factors, network, train
 from tests.support.watch import Watch, assert_close, factors_of, normal, rows_of
 
 NAMES = ["0", "2"]
@@ -46,9 +46,7 @@ def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
         watch = Watch(twin, "0")
         x = normal(5, 4, 6, seed=step)
         (10.0**exponent * (twin(x) * SHARES).square().sum() / 5).backward()
-        opt.zero_grad()
-        (10.0**exponent * model(x).square().sum() / 5).backward()
-        opt.step()
+        descend(opt, 10.0**exponent * model(x).square().sum() / 5)
         a, g = factors_of(*rows_of(twin[0], watch.trained("0")), 5)
         values = torch.linalg.eigvalsh(g).mean(1) if widest > 3 else g.diagonal(0, 1, 2).mean(1)
         weight = decay * weight + 1 - decay
@@ -134,8 +132,6 @@ def test_no_averaging_takes_the_newest_statistics():
         model, lr=0.0, factor_decay=0, factor_update_steps=1, compute_method="eigen", kl_clip=None
     )
     for x in torch.randn(3, 8, 3):
-        opt.zero_grad()
-        model(x).square().sum().backward()
-        opt.step()
+        descend(opt, model(x).square().sum())
     rows = torch.cat([x, torch.ones(8, 1)], 1)
     torch.testing.assert_close(opt.preconditioner.factors("0")[0][0], rows.T @ rows / 8)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.linalg import products
 from tests.support import reference as ref
+from tests.support.training import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -307,8 +308,7 @@ def test_expand_is_exact_for_a_linear_net_whose_loss_averages_positions(data, ne
     opt = plain(net, loss_terms="positions")
     outputs = net(x.repeat(width, 1, 1))
     terms = width * n * positions
-    torch.sum(outputs * roots.reshape(width * n, positions, width)).div(terms**0.5).backward()
-    opt.step()
+    descend(opt, torch.sum(outputs * roots.reshape(width * n, positions, width)).div(terms**0.5))
     for name in exact:
         a, g = opt.preconditioner.factors(name)
         ref.assert_close(torch.kron(g[0], a[0]), exact[name], what=name)
@@ -492,9 +492,7 @@ def test_the_running_average_is_weighed_and_unbiased(data, sharing, decays):
         single = plain(fresh, weight_sharing=sharing)
         first_step(single, fresh, half_square(fresh(x), target))
         opt.param_groups[0]["factor_decay"] = decay
-        opt.zero_grad()
-        half_square(net(x), target).backward()
-        opt.step()
+        descend(opt, half_square(net(x), target))
         for name in COVERED:
             values[name].append(single.preconditioner.factors(name))
     # The weight of each value, written out: (1 − β_i) times all later β, over their sum.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
-from tests.support.training import ANEW, early
+from tests.support.training import ANEW, descend, early
 from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
@@ -191,9 +191,7 @@ def trained(
     model: nn.Module, opt: Any, x: Callable[[int], Tensor], scale: float = 1.0, steps: int = 3
 ) -> nn.Module:
     for step in range(steps):
-        opt.zero_grad()
-        (scale * loss_of(model(x(step)))).backward()
-        opt.step()
+        descend(opt, scale * loss_of(model(x(step))))
     return model
 
 

@@ -30,6 +30,7 @@ from tests.support.training import (
     assert_near,
     assert_same,
     backward,
+    descend,
     difference,
     early,
     factors,
@@ -233,9 +234,7 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
         opt = KFACSGD(model, lr=0.01, **EVERY_STEP)
         for x in torch.randn(4, 32, 6, dtype=torch.float64):
-            opt.zero_grad()
-            model(x).pow(2).sum().backward()
-            opt.step()
+            descend(opt, model(x).pow(2).sum())
         return values(model)
 
     whole, batches = trained(), []

@@ -13,13 +13,12 @@ from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
 from tests.support import groups
 from tests.support.close import assert_close
-from tests.support.training import ANEW
+from tests.support.training import ANEW, descend
 
 
 def step(net, x, **options):
     opt = KFACSGD(net, lr=1.0, **{"compute_method": "eigen", "kl_clip": None, **options})
-    net(x).square().sum(1).mean().backward()
-    opt.step()
+    descend(opt, net(x).square().sum(1).mean())
     return opt
 
 
@@ -88,9 +87,7 @@ def test_inputs_whose_squares_are_zero_leave_the_identity():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for x in torch.randn(3, 8, 5):
-            opt.zero_grad()
-            net(1e-22 * x).mul(1e22).square().mean().backward()
-            opt.step()
+            descend(opt, net(1e-22 * x).mul(1e22).square().mean())
     root = groups.state(opt, "", "a")["root"]
     assert torch.equal(root, torch.eye(5)[None]) and not torch.equal(net.weight, before)
 
@@ -106,8 +103,7 @@ def test_activations_around_300_in_fp16(how):
     opt = KFACSGD(net, lr=0.1, damping=0.01)
     with torch.autocast("cpu", dtype=torch.float16, enabled=how == "autocast"):
         out = net(x)
-    (out.float() / 100).square().mean().backward()
-    opt.step()
+    descend(opt, (out.float() / 100).square().mean())
     a, g = opt.preconditioner.factors("0")
     assert a.dtype == g.dtype == torch.float32
     # What the layer sees: autocast rounds its input, too.

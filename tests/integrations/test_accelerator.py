@@ -24,6 +24,7 @@ from torch.utils import backend_registration
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
+from tests.support.training import descend
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -262,9 +263,7 @@ def _check_checkpoint() -> None:
 
     def steps(model: nn.Module, opt: Any, part: slice, where: Any) -> None:
         for x, y in data[part]:
-            opt.zero_grad()
-            loss_of(model(x.to(where)), y.to(where)).backward()
-            opt.step()
+            descend(opt, loss_of(model(x.to(where)), y.to(where)))
 
     opt = make(model)
     steps(model, opt, slice(3), "cpu")
@@ -437,8 +436,7 @@ def _check_moved() -> None:
             _run_on(layer, where)
         sums.add = moved
         with accelerator.device():
-            model(x).square().mean().backward()
-            opt.step()
+            descend(opt, model(x).square().mean())
         weights.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-12)
 

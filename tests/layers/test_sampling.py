@@ -21,6 +21,7 @@ from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
 from tests.support.ranks import RankError, run
+from tests.support.training import descend
 from tests.support.watch import PAPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
@@ -47,9 +48,7 @@ def each_step(net: nn.Module, x: Tensor, steps: int, **options: Any) -> list[Fac
     opt = KFACSGD(net, **{**BARE, **options})
     found = []
     for _ in range(steps):
-        opt.zero_grad()
-        loss_of(net(x)).backward()
-        opt.step()
+        descend(opt, loss_of(net(x)))
         found.append(factors_of(opt))
     return found
 
@@ -336,8 +335,7 @@ def test_the_fraction_may_be_set_between_steps():
     opt.preconditioner.statistics_fraction = 0.25
     for twin in (opt, copy.deepcopy(opt)):  # which has it from the first, not from construction
         model = net if twin is opt else twin.preconditioner.model
-        loss_of(model(x)).backward()
-        twin.step()
+        descend(twin, loss_of(model(x)))
         ref.assert_close(factors_of(twin)["0"][0], ref.factors(a[:, [0, 4]], a, 1.0)[0])
 
 
@@ -385,8 +383,7 @@ def _set_on_one_rank() -> None:
     opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
     if torch.distributed.get_rank() == 1:
         opt.preconditioner.statistics_fraction = 0.5
-    model(normal(4, 7)).square().mean().backward()
-    opt.step()
+    descend(opt, model(normal(4, 7)).square().mean())
 
 
 def test_ranks_with_different_fractions_are_named():
@@ -406,9 +403,7 @@ def test_a_loaded_run_takes_the_rows_that_it_would_have_taken():
 
     def steps(model: nn.Module, opt: Any, numbers: range) -> None:
         for i in numbers:
-            opt.zero_grad()
-            loss_of(model(normal(8, 7, seed=i))).backward()
-            opt.step()
+            descend(opt, loss_of(model(normal(8, 7, seed=i))))
 
     model, opt = build()
     steps(model, opt, range(5))
@@ -455,8 +450,7 @@ def test_under_autocast_only_the_part_is_copied(way):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         out = net(x)
-    (out.float() * normal(8, 3).float()).sum().backward()
-    opt.step()
+    descend(opt, (out.float() * normal(8, 3).float()).sum())
     rows = x.detach()[[0, 4]].bfloat16().double()
     a = torch.cat([rows, torch.ones(2, 1).double()], 1)
     g = (normal(8, 3)[[0, 4]].float()).bfloat16().double()
@@ -478,8 +472,7 @@ def test_a_forward_settles_what_is_taken_of_it(way):
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(x).float().square().mean()
         opt.preconditioner.statistics_fraction = then
-        loss.backward()
-        opt.step()
+        descend(opt, loss)
         found.append(factors_of(opt)["layer"])
     assert all(map(torch.equal, *found))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import watch
 from kaisa_optim.layers.watch import Place, place_of
+from tests.support.training import descend
 from tests.support.watch import assert_close, exact, normal, seeded, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
@@ -106,9 +107,7 @@ def test_a_product_takes_a_linear_layers_steps_under_options(name, options):
     ]
     for i in range(4):
         for one, opt in zip((net, twin), opts, strict=True):
-            opt.zero_grad()
-            loss_of(one(normal(6, 4, seed=i))).backward()
-            opt.step()
+            descend(opt, loss_of(one(normal(6, 4, seed=i))))
     assert_close(net[0].w.T if transposed else net[0].w, twin[0].weight, 1e-8)
 
 
@@ -392,9 +391,7 @@ def test_freezing_a_covered_layer_lets_coverage_be_looked_at_anew():
         warnings.simplefilter("always")
         for step in range(16):
             net[1].requires_grad_(step < 8)
-            opt.zero_grad()
-            loss_of(net(normal(6, 3))).backward()
-            opt.step()
+            descend(opt, loss_of(net(normal(6, 3))))
             assert len(caught) == (step >= 8)
     assert "0.w: 9, Body uses it in a way" in str(caught[0].message)
 
@@ -405,9 +402,7 @@ def test_passes_that_do_not_gather_run_without_a_mode():
     net[0].use = lambda m, x: seen.append(torch._C._len_torch_function_stack()) or x @ m.w
     opt = exact(net, factor_update_steps=3)
     for _ in range(4):
-        opt.zero_grad()
-        loss_of(net(normal(6, 3))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 3))))
     # All uses are looked for in the first pass. The head gathers in the third pass.
     assert seen == [1, 1, 0, 1]
 

@@ -17,6 +17,7 @@ from tests.support.training import (
     assert_near,
     assert_same,
     backward,
+    descend,
     difference,
     network,
     train,
@@ -384,9 +385,7 @@ def test_a_head_counts_its_own_steps_alone(cls):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double()
         for net, its, used in ((model, opt, names), (alone, other, names.replace("a", ""))):
             if used:
-                its.zero_grad()
-                net(x, used).backward()
-                its.step()
+                descend(its, net(x, used))
         for p, q in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
             q.grad = p.grad
         plain.step()
@@ -440,9 +439,7 @@ def test_weights_decay_as_under_sgd(settings):
         opt = cls(first, lr=0.1, weight_decay=5e-4, **settings)
         before = values(model)
         for _ in range(200):
-            opt.zero_grad()
-            (model(torch.ones(2, 4).double()) * 0).sum().backward()
-            opt.step()
+            descend(opt, (model(torch.ones(2, 4).double()) * 0).sum())
         ends.append([p.norm() / before[n].norm() for n, p in model.named_parameters() if p.any()])
     assert_near(*map(torch.stack, ends), 1e-2, 0)
     assert len(ends[0]) == 3 and max(ends[0]) < 0.995

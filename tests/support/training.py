@@ -65,6 +65,13 @@ def backward(model: nn.Module, i: int, scale: Any = None) -> Tensor:
     return loss.detach()
 
 
+def descend(opt: Any, loss: Tensor) -> None:
+    """Take the step of a loss, and leave no gradients to the next."""
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
 def train(
     model: nn.Module,
     opt: torch.optim.Optimizer,
