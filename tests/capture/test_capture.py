@@ -25,7 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 from kaisa_optim import KFACSGD
+from tests.support.training import descend
 from tests.support.watch import (
+    Body,
     Watch,
     assert_close,
     assert_factors,
@@ -79,8 +81,7 @@ def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     """One step on one batch with nothing beside it."""
     net = make()
     opt = exact(net, **options)
-    fit(x)(net)
-    opt.step()
+    descend(opt, loss_of(net(x)))
     return net, opt
 
 
@@ -89,21 +90,17 @@ def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
 
 @pytest.mark.parametrize("times", [(2,), (2, 2), (3, 1)])
 def test_a_module_used_several_times_in_each_pass(times):
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, count: int) -> Tensor:
-            for _ in range(count):
-                x = torch.tanh(self.layer(x))
-            return x
+    def loop(m: nn.Module, x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = torch.tanh(m.layer(x))
+        return x
 
     def train(model: nn.Module) -> None:
         for i, count in enumerate(times):
             (loss_of(model(normal(2 + i, 4, seed=i), count)) / len(times)).backward()
 
-    check_step(seeded(Loop), train, ["layer"], float(sum(range(2, 2 + len(times)))))
+    net = seeded(lambda: Body(loop, layer=nn.Linear(4, 4)))
+    check_step(net, train, ["layer"], float(sum(range(2, 2 + len(times)))))
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -351,21 +348,18 @@ class Again(nn.Module):
         return self.part(under(self.reentrant, self.part, self.part(x)))
 
 
-class Encoder(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.stem, self.reentrant = nn.Linear(4, 4), reentrant
-        self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return under(self.reentrant, self.block, self.stem(x))
+def encoder(reentrant: bool | None) -> nn.Module:
+    block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    return Body(
+        lambda m, x: under(reentrant, m.block, m.stem(x)), stem=nn.Linear(4, 4), block=block
+    )
 
 
 # What is built, the shape of an example, and how many layers there are.
 CHECKPOINTED: dict[str, tuple[Callable[[bool | None], nn.Module], tuple[int, ...], int]] = {
     "blocks": (Deep, (4,), 6),
     "one of several uses": (Again, (4,), 1),
-    "attention": (Encoder, (5, 4), 5),
+    "attention": (encoder, (5, 4), 5),
     "the model": (lambda reentrant: Deep(None), (4,), 6),
 }
 
@@ -435,9 +429,7 @@ def test_checkpointing_still_saves_memory(reentrant, when):
         net = seeded(lambda kind=kind: Deep(kind))
         opt = exact(net)
         if when == "not due":
-            fit(x)(net)
-            opt.step()
-            opt.zero_grad()
+            descend(opt, loss_of(net(x)))
         if when == "paused":
             with opt.preconditioner.paused():
                 out = net(x)
@@ -480,10 +472,8 @@ def test_checkpointing_where_what_is_due_changes_before_the_backward(due):
     net = seeded(lambda: Deep(False))
     interval = 1 if due else 2
     opt = exact(net, lr=0.0, factor_update_steps=interval, factor_decay=1e-12, staggered=False)
-    fit(normal(3, 4, seed=1))(net)
-    opt.step()
+    descend(opt, loss_of(net(normal(3, 4, seed=1))))
     before = tuple(t.clone() for t in opt.preconditioner.factors("blocks.0.first"))
-    opt.zero_grad()
     out = net(x)
     opt.preconditioner.factor_update_steps = 2 if due else 1
     loss_of(out).backward()
@@ -548,15 +538,14 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
 
 
 def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.product = Block(), nn.Parameter(0.5 * torch.eye(4))
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: m.block(x) @ m.product, x, use_reentrant=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + checkpoint(lambda x: self.block(x) @ self.product, x, use_reentrant=True)
+    def make() -> nn.Module:
+        hidden = Body(use, block=Block(), product=0.5 * torch.eye(4))
+        return nn.Sequential(nn.Linear(4, 4), hidden, nn.Linear(4, 40))
 
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Hidden(), nn.Linear(4, 40)))
+    net = seeded(make)
     opt = exact(net, factor_update_steps=1, lr=0.01)
     for i in range(6):
         opt.zero_grad()
@@ -680,15 +669,9 @@ def terms_of(opt, name: str, unit: tuple[Tensor, Tensor]) -> float:
     return (g.diagonal(dim1=1, dim2=2).sum() / unit[1].diagonal(dim1=1, dim2=2).sum()).item()
 
 
-class Wide(nn.Module):
-    """A layer behind any input: its own rows say nothing about the model's batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, *args, **kwargs) -> Tensor:
-        return self.layer(normal(11, 3))
+def wide() -> nn.Module:
+    """Return a layer behind any input: its own rows say nothing about the model's batch."""
+    return Body(lambda m, *_, **__: m.layer(normal(11, 3)), layer=nn.Linear(3, 2))
 
 
 @dataclass
@@ -722,7 +705,7 @@ class Batch:
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
     for terms, count in (("examples", examples), ("positions", positions)):
-        net = seeded(Wide)
+        net = seeded(wide)
         opt = exact(net, loss_terms=terms)
 
         def train(model: nn.Module) -> None:
@@ -784,9 +767,7 @@ def test_layers_gather_in_two_steps_of_an_interval():
     changed = []
     before: dict[str, Tensor] = {}
     for i in range(7):
-        opt.zero_grad()
-        fit(normal(6, 4, seed=i))(net)
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4, seed=i))))
         now = {name: opt.preconditioner.factors(name)[1].clone() for name in "0123"}
         changed.append([name for name in now if i == 0 or not torch.equal(now[name], before[name])])
         before = now
@@ -794,20 +775,14 @@ def test_layers_gather_in_two_steps_of_an_interval():
     assert changed == [[*one, *other], other, [], one, other, [], one]
 
 
-class Heads(nn.Module):
-    """A trunk whose passes end in one head or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, head: str = "left") -> Tensor:
-        return self.get_submodule(head)(self.trunk(x))
+def heads() -> nn.Module:
+    """Return a trunk whose passes end in one head or the other."""
+    parts = {"trunk": nn.Linear(4, 4), "left": nn.Linear(4, 3), "right": nn.Linear(4, 3)}
+    return Body(lambda m, x, head="left": m.get_submodule(head)(m.trunk(x)), **parts)
 
 
 def test_terms_are_those_of_all_passes_whosever_slot_it_is():
-    net = seeded(Heads)
+    net = seeded(heads)
     opt = exact(net, lr=0.0, factor_update_steps=3, factor_decay=1e-12)
 
     def train(model: nn.Module) -> None:
@@ -825,18 +800,15 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
 
 
 def test_hooks_that_are_lost_later_are_noticed_after_four_steps_that_gather():
-    net = seeded(Heads)
+    net = seeded(heads)
     opt = exact(net, lr=0.1, factor_update_steps=3)
-    fit(normal(5, 4))(net)
-    opt.step()
+    descend(opt, loss_of(net(normal(5, 4))))
     for module in net.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     with pytest.raises(RuntimeError, match=r"step 5 is due .* no covered layer saw a backward"):
         for _ in range(5):  # all but step 2 gather
-            opt.zero_grad()
-            fit(normal(5, 4))(net)
-            opt.step()
+            descend(opt, loss_of(net(normal(5, 4))))
 
 
 @pytest.mark.parametrize(
@@ -1061,16 +1033,11 @@ def test_a_forward_pass_that_was_stopped_leaves_nothing(where, within, error, mo
 
 
 def test_gradients_that_the_model_clears_in_its_own_forward():
-    class Clears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
+    def clears(m: nn.Module, x: Tensor) -> Tensor:
+        opt.zero_grad()
+        return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-        def forward(self, x: Tensor) -> Tensor:
-            opt.zero_grad()
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    net = seeded(Clears)
+    net = seeded(lambda: Body(clears, layer=nn.Linear(4, 3)))
     opt = exact(net)
     fit(normal(6, 3, 4))(net)
     assert opt.preconditioner.sums.terms() == 6

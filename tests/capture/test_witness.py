@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,10 +22,10 @@ from kaisa_optim.capture.hooks import Capture
 from kaisa_optim.layers import Layer, watch
 from kaisa_optim.layers.kinds import LinearLayer
 from kaisa_optim.layers.watch import WatchMode
-from tests.layers.test_uses import Body, loss_of
+from tests.layers.test_uses import loss_of
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import descend
-from tests.support.watch import normal, seeded
+from tests.support.training import descend, recorded_warnings
+from tests.support.watch import Body, normal, seeded
 
 
 class Net(nn.Module):
@@ -68,11 +67,9 @@ def elsewhere(
 ) -> tuple[dict[str, float], list[str]]:
     """Return the report's shares after some steps, and the warnings."""
     opt = KFACAdam(net, lr=1e-9, factor_update_steps=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("comes from no call") as texts:
         for _ in range(steps):
             descend(opt, loss(net, x))
-    texts = [str(w.message) for w in caught if "comes from no call" in str(w.message)]
     return opt.preconditioner.coverage().elsewhere, texts
 
 

@@ -10,16 +10,13 @@ from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.ranks import run
-from tests.support.training import backward, network
+from tests.support.training import backward, network, train
 
 
 def trained(steps: int, cls: type = KFACAdam, **options: Any):
     model = network()
     opt = cls(model, lr=1e-3, **options)
-    for i in range(steps):
-        opt.zero_grad()
-        backward(model, i)
-        opt.step()
+    train(model, opt, range(steps))
     return opt.preconditioner
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kaisa_optim.layers import SCALES
 from tests.layers.test_uses import headed, loss_of, stepped
-from tests.support.watch import assert_close, exact, normal, seeded, solved, taken
+from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
 
 
 class Tied(nn.Module):
@@ -86,20 +86,12 @@ def test_one_use_alone_of_a_tied_weight_is_exact(trained):
 
 
 def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
-    class Twice(nn.Module):
-        def __init__(self, layers: list[nn.Linear]) -> None:
-            super().__init__()
-            self.first, self.second = layers
-            self.second.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).tanh())
-
     x, weight, steps = normal(6, 3), normal(3, 3, seed=2), []
     one = nn.Linear(3, 3, bias=False)
-    for layers in ([one, nn.Linear(3, 3, bias=False)], [one, one]):
-        one.weight = nn.Parameter(weight.clone())
-        steps.append(stepped(headed(Twice(layers)), x)["0.first.weight"])
+    for second in (nn.Linear(3, 3, bias=False), one):
+        one.weight = second.weight = nn.Parameter(weight.clone())
+        twice = Body(lambda m, x: m.second(m.first(x).tanh()), first=one, second=second)
+        steps.append(stepped(headed(twice), x)["0.first.weight"])
     assert_close(*steps, 1e-9)
 
 

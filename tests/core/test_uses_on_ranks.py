@@ -16,22 +16,16 @@ from kaisa_optim import KFACSGD, KFACAdam
 from tests.core.test_ties import Tied
 from tests.support import groups
 from tests.support.close import assert_close
-from tests.support.cluster import average
+from tests.support.cluster import average, share
 from tests.support.ranks import run
 from tests.support.training import EVERY_STEP, assert_near, assert_same, descend
+from tests.support.watch import Body
 
 ROWS, STEPS = 12, 4
 
 
-class Turned(nn.Module):
-    """A linear layer without a bias, with its weight stored the other way round."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(x.new_zeros(4), x, self.weight)
+def turned(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.addmm(x.new_zeros(4), x, m.weight)
 
 
 class Net(nn.Module):
@@ -39,7 +33,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turned = Turned(4)
+        self.turned = Body(turned, weight=torch.randn(4, 4) / 2)
         self.experts = nn.Parameter(torch.randn(3, 4, 4) / 2)
         self.scale = nn.Parameter(torch.ones(4))
         self.odd = nn.Parameter(torch.eye(2))
@@ -70,10 +64,7 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
 
 
 def learn(model: nn.Module, opt: Any, i: int) -> None:
-    x, y = batch(i)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        x, y = x.chunk(world)[rank], y.chunk(world)[rank]
+    x, y = share(*batch(i))
     descend(opt, F.mse_loss(model(x), y))
 
 

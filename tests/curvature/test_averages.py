@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.training import ANEW, assert_same, backward, descend, factors, network, train
-from tests.support.watch import Watch, assert_close, factors_of, normal, rows_of
+from tests.support.watch import Body, Watch, assert_close, factors_of, normal, rows_of, seeded
 
 NAMES = ["0", "2"]
 SHARES = torch.tensor([1.0, 1, 1, 1e-3, 1e-3, 1e-3], dtype=torch.float64)[:, None]
@@ -21,23 +21,15 @@ property_test = settings(max_examples=15)
 exponents = st.lists(st.integers(-8, 8), min_size=2, max_size=4)
 
 
-class Grouped(nn.Module):
-    """A convolution of two blocks, whose second one has far smaller gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv1d(4, 6, 2, groups=2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) * SHARES
-
-
 @property_test
 @given(exponents=exponents, decay=st.sampled_from([0.3, 0.95]), widest=st.sampled_from([3, 100]))
 def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
-    """Block by block; A enters as it is. Both as means that the decay weighs."""
-    model = Grouped()
+    """Block by block; A enters as it is. Both as means that the decay weighs.
+
+    The second block of the convolution has far smaller gradients.
+    """
+    conv = seeded(lambda: nn.Conv1d(4, 6, 2, groups=2))
+    model = Body(lambda m, x: m.conv(x) * SHARES, conv=conv)
     opt = KFACAdam(model, lr=0.0, factor_decay=decay, max_factor_size=widest, **ANEW)
     weight, means = 0.0, [torch.zeros(()), torch.zeros(())]
     for step, exponent in enumerate(exponents):

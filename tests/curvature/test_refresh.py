@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from tests.support.training import (
     network,
     train,
     values,
+    warnings_as,
 )
 
 # Methods with their names in the reference.
@@ -303,13 +303,6 @@ def told(text: str) -> Iterator[None]:
     assert len(record) == 1
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 def size_of(matrices: Tensor) -> int:
     return matrices.shape[-1]
 
@@ -373,7 +366,11 @@ def test_the_refresh_after_a_failure_is_in_float64_with_more_damping(method, pla
     planted.fails = lambda matrices: False
     for i, (dtype, share) in enumerate([(torch.float64, 3), (torch.float32, 1)], 2):
         planted.seen, planted.dampings = [], []
-        with told("layer '2' failed, 1 in a row; the state before it") if i == 2 else silence():
+        with (
+            told("layer '2' failed, 1 in a row; the state before it")
+            if i == 2
+            else warnings_as("error")
+        ):
             train(model, opt, [i])
         attempts = {size_of(m): m.dtype for m in planted.seen}
         assert attempts == {5: torch.float32, 6: torch.float32, 7: dtype, 3: dtype}
@@ -423,7 +420,7 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
 
     def failing(i: int, count: int) -> None:
         """A step in which the refresh fails once more, after it heard of ``count`` failures."""
-        with told(f"layer '2' failed, {count} in a row") if count else silence():
+        with told(f"layer '2' failed, {count} in a row") if count else warnings_as("error"):
             train(model, opt, [i])
         assert_same(state_of(opt, "2"), kept)
 
@@ -546,8 +543,7 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
     kept = {name: pair[1] for name, pair in factors(opt).items()}
     opt.zero_grad()
     overflow(model, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         opt.step()  # no refresh is due: it is told then, without a wait for the device now
     assert_same({name: pair[1] for name, pair in factors(opt).items()}, kept)
     train(other, reference, range(2))
@@ -556,14 +552,14 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
         backward(other, 2)
     reference.step()
     train(other, reference, range(3, 5))
-    with silence():
+    with warnings_as("error"):
         train(model, opt, range(3, 5))
     # G has gone on as though that batch had not been; its A was finite, and counted.
     for name, (_, g) in factors(reference).items():
         assert_near(factors(opt)[name][1], g, rtol=1e-3, atol=1e-6)
     with told("not finite have been left out for '0', '2'"):  # by the exchange after the refresh
         train(model, opt, [5])
-    with silence():
+    with warnings_as("error"):
         train(model, opt, range(6, 9))  # told once
 
 
@@ -628,23 +624,13 @@ def refreshes(
     seen = []
 
     def written() -> dict[str, list[Tensor]]:
-        return {
-            name: [t.clone() for t in state_of(opt, name)] for name in opt.preconditioner.layers
-        }
+        return {x: [t.clone() for t in state_of(opt, x)] for x in opt.preconditioner.layers}
 
     for i in range(steps):
         before = written()
         train(model, opt, [i])
         after = written()
-        seen.append(
-            {
-                name
-                for name in after
-                if any(
-                    not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)
-                )
-            }
-        )
+        seen.append({x for x in after if not all(map(torch.equal, after[x], before[x]))})
     return seen
 
 

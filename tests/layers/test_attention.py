@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from tests.layers.cases import DAMPING, WAYS, Net, each_sharing, loss_of, normal, optimizer
+from tests.layers.cases import DAMPING, WAYS, each_sharing, loss_of, normal, optimizer, wrapped
 from tests.support import reference as ref
 from tests.support.training import descend
 
@@ -141,7 +141,7 @@ def check_attention(
         mha.out_proj.bias.requires_grad_(False)
     inputs = attention_inputs(case)
     call = case.call()
-    net = Net(mha)
+    net = wrapped(mha)
 
     out, weights, taps = ref.attention_by_hand(mha, *inputs, **call)
     if need == "none":

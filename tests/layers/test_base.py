@@ -14,6 +14,7 @@ from tests.layers.cases import ALL_WAYS, Case, check, normal
 from tests.layers.test_conv import CONV, TRANSPOSED
 from tests.layers.test_kinds import EMBEDDING, LINEAR
 from tests.support.training import descend
+from tests.support.watch import Body
 
 
 class Own(nn.Module):
@@ -149,17 +150,12 @@ def test_a_side_beyond_max_factor_size_is_diagonal(case, limit, diagonal):
 
 
 def attends(batch_first: bool, **options: int) -> nn.Module:
-    return Attends(nn.MultiheadAttention(8, 2, batch_first=batch_first, **options))
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        other = x[..., :6] if m.attention.kdim == 6 else x
+        return m.head(m.attention(x, other, other)[0])
 
-
-class Attends(nn.Module):
-    def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention, self.head = attention, nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x[..., :6] if self.attention.kdim == 6 else x
-        return self.head(self.attention(x, other, other)[0])
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options)
+    return Body(use, attention=attention, head=nn.Linear(8, 2))
 
 
 EMPTY = {

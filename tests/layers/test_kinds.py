@@ -12,11 +12,11 @@ from kaisa_optim import KFACSGD
 from kaisa_optim.layers import SCALES
 from kaisa_optim.layers.kinds import LinearLayer
 from tests.layers.cases import Case, build, check, each, freeze, loss_of, tokens
-from tests.layers.test_uses import Body, Scaled, headed
+from tests.layers.test_uses import Scaled, headed
 from tests.layers.test_uses import loss_of as squares
 from tests.support import reference as ref
 from tests.support.training import descend
-from tests.support.watch import PAPERS, assert_close, exact, normal, seeded, solved, taken
+from tests.support.watch import PAPERS, Body, assert_close, exact, normal, seeded, solved, taken
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 

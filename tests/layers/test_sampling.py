@@ -19,9 +19,19 @@ from kaisa_optim.layers.attention import ProjectionLayer
 from kaisa_optim.layers.base import GATHER, WHOLE, Part
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
-from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
+from tests.support.cluster import (
+    Plan,
+    assert_alike,
+    batch,
+    error,
+    network,
+    train,
+    train_alone,
+    values,
+)
 from tests.support.ranks import RankError, run
 from tests.support.training import descend
+from tests.support.training import factors as factors_of
 from tests.support.watch import PAPERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
@@ -36,11 +46,6 @@ BARE: dict[str, Any] = {
     "factor_update_steps": 1,
     "inv_update_steps": 5,  # and none early
 }
-
-
-def factors_of(opt: Any) -> Factors:
-    kfac = opt.preconditioner
-    return {name: tuple(f.clone() for f in kfac.factors(name)) for name in kfac.layers}
 
 
 def each_step(net: nn.Module, x: Tensor, steps: int, **options: Any) -> list[Factors]:
@@ -260,39 +265,9 @@ def test_the_papers_normalization_is_the_covariance_of_the_rows_that_are_taken(k
 # ---- a cycle of turns is the whole ----
 
 
-class Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.down = nn.Conv2d(4, 4, 3, stride=2, groups=2)
-        self.up = nn.ConvTranspose2d(4, 2, 2)
-        self.head = nn.Linear(32, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.down(self.norm(self.conv(x)).tanh()).tanh()
-        return self.head(self.up(x).flatten(1))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(5, 4)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.words(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3, high=5))],
-    ids=["images", "sequences"],
-)
-def test_the_turns_of_a_cycle_average_to_the_whole(make, x):
-    torch.manual_seed(0)
-    net = make().double()
+@pytest.mark.parametrize("name", ["images", "tokens"])
+def test_the_turns_of_a_cycle_average_to_the_whole(name):
+    net, (x, _) = network(name), batch(name, 0, 8)
     (whole,) = each_step(copy.deepcopy(net), x, 1)
     turns = each_step(net, x, 8, statistics_fraction=0.25)
     for name, factors in whole.items():

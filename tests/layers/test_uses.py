@@ -17,22 +17,9 @@ from kaisa_optim import KFACSGD
 from kaisa_optim.layers import watch
 from kaisa_optim.layers.watch import Place, place_of
 from tests.support.training import descend
-from tests.support.watch import assert_close, exact, normal, seeded, taken
+from tests.support.watch import Body, assert_close, exact, normal, seeded, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Body(nn.Module):
-    """Parameters, and a forward that uses them; then a head."""
-
-    def __init__(self, forward: Forward, **parameters: Tensor) -> None:
-        super().__init__()
-        self.use = forward
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
 
 
 def headed(body: nn.Module, width: int = 3) -> nn.Module:
@@ -148,16 +135,9 @@ def test_a_subclass_of_a_table_is_a_table():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 3.0
 
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(7, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.table(x) * 3.0
-
     x = torch.tensor([[1, 2], [2, 6], [0, 1]])
-    expected = stepped(headed(seeded(Plain)), x)
+    plain = seeded(lambda: Body(lambda m, x: m.table(x) * 3.0, table=nn.Embedding(7, 3)))
+    expected = stepped(headed(plain), x)
     assert_close(
         stepped(headed(seeded(lambda: Scaled(7, 3))), x)["0.weight"], expected["0.table.weight"]
     )
@@ -341,15 +321,7 @@ def test_an_unknown_use_is_told_after_the_first_step():
     ],
 )
 def test_a_weight_used_outside_of_its_module_is_found_around_it(use):
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return use(self.inner, x)
-
-    net = headed(seeded(Around))
+    net = headed(seeded(lambda: Body(lambda m, x: use(m.inner, x), inner=nn.Linear(4, 3))))
     plain = headed(seeded(lambda: nn.Sequential(nn.Linear(4, 3))))
     opts = [exact(one, factor_update_steps=1, inv_update_steps=1) for one in (net, plain)]
     for one, opt in zip((net, plain), opts, strict=True):

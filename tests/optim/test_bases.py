@@ -23,7 +23,7 @@ from tests.support.training import (
     train,
     values,
 )
-from tests.support.watch import stepped_blocks
+from tests.support.watch import Body, seeded, stepped_blocks
 
 optim = torch.optim
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -362,30 +362,29 @@ def test_a_layer_that_was_frozen_in_part_steps_no_further(base):
     assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
 
 
-class Heads(nn.Module):
-    """Two heads, of which a pass uses those that are named."""
+def of_two_heads() -> nn.Module:
+    """Return two heads, of which a pass uses those that are named."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.heads = nn.ModuleDict({name: nn.Linear(4, 3).double() for name in "ab"})
+    def use(m: nn.Module, x: Tensor, names: str) -> Tensor:
+        return torch.stack([m.heads[name](x).square().mean() for name in names]).sum()
 
-    def forward(self, x: Tensor, names: str) -> Tensor:
-        return torch.stack([self.heads[name](x).square().mean() for name in names]).sum()
+    return Body(use, heads=nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"}))
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
 def test_a_head_counts_its_own_steps_alone(cls):
     """Where it rests while the other head steps, it goes on as if there was no other."""
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9)}
-    model, alone = Heads(), Heads()
+    model, alone = seeded(of_two_heads), seeded(of_two_heads)
     opt, other = (with_kfac(cls)(x, **settings, **ANEW) for x in (model, alone))
     plain = cls([nn.Parameter(p.detach().clone()) for p in model.parameters()], **settings)
     for i, names in enumerate(["ab", "ab", "a", "a", "a", "a", "b", "a", "b", "ab", "b", "b"]):
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double()
         for net, its, used in ((model, opt, names), (alone, other, names.replace("a", ""))):
             if used:
-                descend(its, net(x, used))
+                its.zero_grad()
+                net(x, used).backward()
+                its.step()
         for p, q in zip(model.parameters(), plain.param_groups[0]["params"], strict=True):
             q.grad = p.grad
         plain.step()

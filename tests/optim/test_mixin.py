@@ -35,6 +35,7 @@ from tests.support.training import (
     network,
     train,
     values,
+    warnings_as,
 )
 
 # ---- parameters, groups and models ----
@@ -200,8 +201,7 @@ def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     assert not hooks
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         opt = KFACSGD(model, lr=0.1)
         backward(model, 0)
         opt.step()
@@ -421,10 +421,7 @@ def test_a_wrapper_may_take_over_an_optimizers_attributes(cls):
     wrapper = object.__new__(cls)
     wrapper.__dict__.update(opts.pop().__dict__)
     for opt, model in zip((*opts, wrapper), models, strict=True):
-        for i in range(2):
-            opt.zero_grad()
-            backward(model, i)
-            opt.step()
+        train(model, opt, range(2))
     assert_same(values(models[1]), values(models[0]))
 
 
@@ -751,8 +748,7 @@ def test_neither_factors_nor_steps_depend_on_the_loss_scale(form):
         options = ANEW if form is None else {"grad_scaler": scales[form], **EVERY_STEP}
         opt = KFACSGD(model, lr=0.05, momentum=0.9, **options)
         steps = range(1) if form in ("number", "tensor") else range(5)  # the scale grows
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings_as("error"):
             scaled_training(model, opt, scaler, steps)
         assert scaler.get_scale() == scale * (1 if len(steps) == 1 else 4)
         results.append((factors(opt), values(model)))
