@@ -77,6 +77,14 @@ def assert_same(one, other, names=("0", "2"), rtol: float = 1e-12) -> None:
         assert_close(p, q, rtol)
 
 
+def assert_step(opt: Any, net: nn.Module, factors: tuple[Tensor, Tensor]) -> None:
+    """Take a step, which is the gradient of layer 0 preconditioned with these factors."""
+    gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
+    steps = taken(opt, net)
+    step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
+    assert_close(step, solved(*factors, gradient), 1e-8)
+
+
 def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     """One step on one batch with nothing beside it."""
     net = make()
@@ -116,17 +124,12 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
         assert torch.equal(net[0].get_parameter(name), value)
     net[0].requires_grad_(True)
     # Not the layer's slot, but its statistics are of another size now: it starts anew.
+    first = expected(net, fit(x), "0", 6.0)
     for _ in range(2):
         opt.zero_grad()
-        wanted = expected(net, fit(x), "0", 6.0)
         fit(x)(net)
-        gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-        steps = taken(opt, net)
-        if opt.preconditioner.steps == 2:
-            first = wanted
+        assert_step(opt, net, first)
         assert_factors(opt, "0", first)
-        step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-        assert_close(step, solved(*first, gradient), 1e-8)
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -146,12 +149,11 @@ def test_frozen_in_the_middle_of_training(frozen):
     both = len(frozen) == 2
     wanted = None if both else expected(net, fit(x), "0", 6.0)
     fit(x)(net)
-    steps = taken(opt, net)
-    if wanted is not None:
+    if wanted is None:
+        opt.step()
+    else:
+        assert_step(opt, net, wanted)
         assert_factors(opt, "0", wanted)
-        gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-        step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-        assert_close(step, solved(*wanted, gradient), 1e-8)
     for name, value in kept.items():
         assert torch.equal(net[0].get_parameter(name), value)
     for before, now in zip(other, opt.preconditioner.factors("2"), strict=True):
@@ -304,6 +306,10 @@ class Block(nn.Module):
         after = torch.tanh(before)
         self.hidden += [StorageWeakRef(t.untyped_storage()) for t in (before, after)]
         return self.second(after)
+
+
+# Ways to run a part, as ``under`` takes them.
+CHECKPOINTS = {"plain": None, "reentrant": True, "not reentrant": False}
 
 
 def under(reentrant: bool | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -510,6 +516,15 @@ class OwnUses(nn.Module):
         return self.gamma * self.run(self.outer, x)
 
 
+def selective(policy: Any) -> dict[str, Any]:
+    """Return the options of a checkpoint that keeps outputs by a policy."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
 POLICIES = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
@@ -520,11 +535,7 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
     def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if part.__name__ == "inner":
             return part(x) if policy else checkpoint(part, x, use_reentrant=False)
-        how = {"context_fn": contexts} if policy else {}
-        return checkpoint(part, x, use_reentrant=False, **how)
-
-    def contexts():
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+        return checkpoint(part, x, **(selective(policy) if policy else {"use_reentrant": False}))
 
     gradients = []
     for one in (run, None):
@@ -566,19 +577,13 @@ def test_selective_checkpointing(kind, keeps):
         "sequences": (lambda: nn.Linear(4, 5), normal(6, 2, 4)),
     }[kind]
     policy = CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def contexts():
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
-
     runs = []
-    for selective in (True, False):
+    for by_policy in (True, False):
         net = seeded(lambda: nn.Sequential(layer(), nn.Tanh()))
         opt = exact(net)
         for _ in range(2):
-            opt.zero_grad()
-            options = {"use_reentrant": False, "context_fn": contexts}
-            loss_of(checkpoint(net, x, **options) if selective else net(x)).backward()
-            opt.step()
+            out = checkpoint(net, x, **selective(policy)) if by_policy else net(x)
+            descend(opt, loss_of(out))
         runs.append((net, opt))
     assert_same(*runs, ["0"])
 
@@ -651,12 +656,9 @@ def test_paused_for_a_whole_step_keeps_the_averages():
     opt.zero_grad()
     with opt.preconditioner.paused():
         fit(3 * x)(net)
-    gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-    steps = taken(opt, net)
+    assert_step(opt, net, before["0"])  # still preconditioned
     for name, factors in before.items():
         assert_factors(opt, name, factors, 1e-15)
-    step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-    assert_close(step, solved(*before["0"], gradient), 1e-8)  # still preconditioned
     assert opt.preconditioner.steps == 2
 
 

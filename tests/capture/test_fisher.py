@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.capture import fisher
 from kaisa_optim.layers.kinds import LinearLayer
+from tests.capture.test_capture import under
 from tests.curvature.test_exactness import seeded
 from tests.support import reference as ref
 from tests.support.cluster import batch, kept, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same, descend
-from tests.support.watch import PAPERS
+from tests.support.watch import PAPERS, Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -370,27 +370,22 @@ def test_a_second_training_pass_through_the_graph_adds_nothing():
     assert_same(kept(opt), kept(expected))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool | None, whole: bool) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
-        self.reentrant, self.whole = reentrant, whole
-
-    def forward(self, x: Tensor) -> Tensor:
+def checkpointed(reentrant: bool | None, whole: bool) -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
         def all_of_it(x: Tensor) -> Tensor:
-            return self.head(self.inner(x).tanh())
+            return m.head(m.inner(x).tanh())
 
-        if self.reentrant is None:
-            return all_of_it(x)
-        if self.whole:
-            return checkpoint(all_of_it, x, use_reentrant=self.reentrant)
-        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant).tanh())
+        if whole:
+            return under(reentrant, all_of_it, x)
+        return m.head(under(reentrant, m.inner, x).tanh())
+
+    return Body(use, inner=nn.Linear(2, 3), head=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_activation_checkpointing(whole):
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    plain, rerun, reentrant = (seeded(Checkpointed(way, whole), 11) for way in (None, False, True))
+    plain, rerun, reentrant = (seeded(checkpointed(way, whole), 11) for way in (None, False, True))
     assert_same(kept(after(rerun, "mse", x)), kept(after(plain, "mse", x)))
     with pytest.raises(RuntimeError, match="use_reentrant"):
         after(reentrant, "mse", x)

@@ -421,20 +421,17 @@ def test_forwards_under_no_grad_in_training_mode():
 def test_gradient_penalty_in_the_loss():
     x = normal(6, 4).requires_grad_()
 
-    def train(model: nn.Module) -> None:
+    def loss(model: nn.Module) -> Tensor:
         out = model(x)
         (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        (loss_of(out) + slope.square().sum() / len(x)).backward(inputs=list(model.parameters()))
+        return loss_of(out) + slope.square().sum() / len(x)
 
     net = mlp()
     twin = copy.deepcopy(net)
     watch = Watch(twin, "0", "2")
-    out = twin(x)
-    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (loss_of(out) + slope.square().sum() / len(x)).backward()
-    x.grad = None
+    loss(twin).backward()
     opt = exact(net)
-    train(net)
+    loss(net).backward(inputs=list(net.parameters()))
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert_close(p.grad, q.grad)
     opt.step()

@@ -12,29 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
 from kaisa_optim.layers.kinds import LinearLayer
+from tests.core.test_ties import Tied
 from tests.layers.test_uses import headed, loss_of, stepped
 from tests.support.close import assert_close
 from tests.support.training import descend
 from tests.support.watch import Body, exact, normal, seeded, taken
 
 TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
-
-
-class Words(nn.Module):
-    """A table whose weight is the head's, too: by registration, or in the forward's code alone."""
-
-    def __init__(self, registered: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 3)
-        self.body = nn.Linear(3, 3)
-        if registered:
-            self.head = nn.Linear(3, 7, bias=False)
-            self.head.weight = self.words.weight
-        self.registered = registered
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(self.words(x)).tanh()
-        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
 
 
 def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor]]:
@@ -48,7 +32,7 @@ def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor
 
 
 def test_a_head_that_only_the_code_ties_takes_a_registered_ties_steps():
-    tied, by_code = (seeded(lambda how=how: Words(how)) for how in (True, False))
+    tied, by_code = (seeded(lambda how=how: Tied(registered=how)) for how in (True, False))
     by_code.load_state_dict(tied.state_dict(), strict=False)
     both = steps_of(tied, TOKENS), steps_of(by_code, TOKENS)
     for tied, found in zip(*both, strict=True):
@@ -227,24 +211,20 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
     assert rows == [[12 if reentrant else 6], [12], [12]]
 
 
-class Checkpointed(nn.Module):
-    """Uses a parameter of its own in a checkpoint."""
+def checkpointed() -> nn.Module:
+    """Return a model that uses a parameter of its own in a checkpoint."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.w = nn.Linear(4, 4), nn.Parameter(torch.eye(4) / 2)
-        self.last = nn.Linear(4, 2)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(
+            lambda x: m.last(F.linear(x, m.w).tanh()), m.first(x), use_reentrant=False
+        )
 
-    def inner(self, x: Tensor) -> Tensor:
-        return self.last(F.linear(x, self.w).tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+    return Body(use, first=nn.Linear(4, 4), w=torch.eye(4) / 2, last=nn.Linear(4, 2))
 
 
 def test_a_checkpointed_model_trains_in_another_thread():
     """Autograd numbers the nodes of each thread apart: a new thread's numbers are small."""
-    net = Checkpointed()
+    net = checkpointed()
     for _ in range(50):
         net(normal(3, 4).float()).sum().backward()
     opt = KFACSGD(net, lr=0.1, factor_update_steps=1)
@@ -264,7 +244,7 @@ def test_a_checkpointed_model_trains_in_another_thread():
 
 
 def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
-    net = Checkpointed()
+    net = checkpointed()
     given = [p for name, p in net.named_parameters() if name != "last.bias"]
     opt = KFACSGD(given, lr=0.1, model=net)
     for step in range(3):

@@ -15,17 +15,20 @@ from tests.support.watch import Body, assert_close, exact, normal, seeded, solve
 
 
 class Tied(nn.Module):
-    """A table that is the head's weight, too."""
+    """A table that is the head's weight, too: by registration, or in the forward's code alone."""
 
-    def __init__(self, words: int = 7, width: int = 3, *, bias: bool = False) -> None:
+    def __init__(self, *, bias: bool = False, registered: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.body = nn.Linear(width, width)
-        self.head = nn.Linear(width, words, bias=bias)
-        self.head.weight = self.words.weight
+        self.words = nn.Embedding(7, 3)
+        self.body = nn.Linear(3, 3)
+        if registered:
+            self.head = nn.Linear(3, 7, bias=bias)
+            self.head.weight = self.words.weight
+        self.registered = registered
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.words(x)).tanh())
+        hidden = self.body(self.words(x)).tanh()
+        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
 
 
 def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:

@@ -63,8 +63,7 @@ def test_under_the_papers_methods_g_keeps_its_scale():
 def test_a_g_of_zero_enters_as_zero():
     model = network()
     opt = KFACSGD(model, lr=0.1, factor_decay=0.5, **ANEW)
-    backward(model, 0)
-    opt.step()
+    train(model, opt, [0])
     first = factors(opt)["2"][1]
     opt.zero_grad()
     backward(model, 1, scale=lambda loss: loss * 0)

@@ -345,10 +345,9 @@ def planted(monkeypatch, method):
     return Planted(monkeypatch, method)
 
 
-def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
-    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method], **options}
-    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
-    return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
+def built(method: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = network(dtype=torch.float32)
+    return model, KFACSGD(model, **{"lr": 0.1, "damping": 0.1, **ALWAYS[method], **options})
 
 
 OF_CUSOLVER = RuntimeError(
@@ -359,18 +358,15 @@ OF_CUSOLVER = RuntimeError(
 @pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
 def test_the_refresh_after_a_failure_is_in_float64_with_more_damping(method, planted, raises):
     """No sooner; one layer's failure leaves the others alone, also if they have one shape."""
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails, planted.raises = (lambda matrices: size_of(matrices) == 7), raises
     train(model, opt, [1])
     planted.fails = lambda matrices: False
     for i, (dtype, share) in enumerate([(torch.float64, 3), (torch.float32, 1)], 2):
         planted.seen, planted.dampings = [], []
-        with (
-            told("layer '2' failed, 1 in a row; the state before it")
-            if i == 2
-            else warnings_as("error")
-        ):
+        said = told("layer '2' failed, 1 in a row; the state before it")
+        with said if i == 2 else warnings_as("error"):
             train(model, opt, [i])
         attempts = {size_of(m): m.dtype for m in planted.seen}
         assert attempts == {5: torch.float32, 6: torch.float32, 7: dtype, 3: dtype}
@@ -385,7 +381,7 @@ def test_a_device_without_float64_is_refreshed_in_float32_after_a_failure(
     method, planted, monkeypatch
 ):
     monkeypatch.setattr(refresh, "WITHOUT_DOUBLES", {"cpu"})
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [1])
@@ -395,7 +391,7 @@ def test_a_device_without_float64_is_refreshed_in_float32_after_a_failure(
 
 
 def test_training_never_ends_for_a_root_that_fails(method, planted):
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [0])
     for i in range(1, 8):
@@ -412,7 +408,7 @@ def state_of(opt: Any, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, raises):
-    model, opt, *_ = pair_of_runs(method, planted, max_failures=2)
+    model, opt = built(method, max_failures=2)
     planted.raises = raises
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "2")]
@@ -476,7 +472,7 @@ def test_layers_of_one_shape_have_their_own_dampings(kind):
 
 
 def test_a_first_state_that_fails_is_the_identity(method, planted):
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     planted.fails = lambda matrices: size_of(matrices) == 7
     before = values(model)
     train(model, opt, [0])
@@ -601,7 +597,7 @@ def test_a_layer_without_finite_statistics_begins_anew(method):
 
 def test_a_failure_is_told_though_a_layer_is_frozen_in_between(method, planted):
     """The layout is another one by then, and the flags stay."""
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [1])

@@ -25,6 +25,7 @@ from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
 from tests.support.training import descend
+from tests.support.watch import Body
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -285,19 +286,9 @@ def _check_checkpoint() -> None:
 # ---- what is launched ----
 
 
-class Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        blocks = (
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-            for _ in range(depth)
-        )
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def block() -> nn.Module:
+    part = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    return Body(lambda m, x: x + m.part(x), part=part)
 
 
 QUIET: dict[str, Any] = {**SELDOM, "staggered": False}  # in every second step
@@ -328,7 +319,7 @@ def _launches(name: str) -> list[int]:
     found, make = [], LAUNCHING[name][0]
     for depth in (2, 5):
         torch.manual_seed(0)
-        model, data = Deep(depth), torch.randn(16, 6)
+        model, data = nn.Sequential(*(block() for _ in range(depth))), torch.randn(16, 6)
         with accelerator.device():
             model, x = model.to(accelerator.DEVICE), data.to(accelerator.DEVICE)
             opt = make(model)

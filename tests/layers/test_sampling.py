@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.forward_pass import top_hooks
 from kaisa_optim.layers import LinearLayer
 from kaisa_optim.layers.attention import ProjectionLayer
 from kaisa_optim.layers.base import GATHER, WHOLE, Part
+from tests.capture.test_capture import CHECKPOINTS, under
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
 from tests.support.cluster import (
@@ -32,7 +32,7 @@ from tests.support.cluster import (
 from tests.support.ranks import RankError, run
 from tests.support.training import descend
 from tests.support.training import factors as factors_of
-from tests.support.watch import PAPERS
+from tests.support.watch import PAPERS, Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -395,21 +395,14 @@ def test_a_loaded_run_takes_the_rows_that_it_would_have_taken():
 # ---- what is held ----
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, layer: nn.Module, way: str) -> None:
-        super().__init__()
-        self.layer, self.way = layer, way
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.way == "plain":
-            return self.layer(x)
-        return checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
+def checkpointed(layer: nn.Module, way: str) -> nn.Module:
+    return Body(lambda m, x: under(CHECKPOINTS[way], m.layer, x), layer=layer)
 
 
-@pytest.mark.parametrize("way", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", CHECKPOINTS)
 def test_under_autocast_only_the_part_is_copied(way):
     layer = prepared(nn.Linear(4, 3)).float()
-    net = Checkpointed(layer, way)
+    net = checkpointed(layer, way)
     opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
     for layer in opt.preconditioner.layers.values():
         layer.task = GATHER  # a comparison takes the whole input
@@ -442,7 +435,7 @@ def test_a_forward_settles_what_is_taken_of_it(way):
     x = normal(8, 4).float()
     found = []
     for then in (0.25, 0.5):
-        net = Checkpointed(prepared(nn.Linear(4, 3)).float(), way)
+        net = checkpointed(prepared(nn.Linear(4, 3)).float(), way)
         opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(x).float().square().mean()
