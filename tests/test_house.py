@@ -20,7 +20,7 @@ SUMS = {
     "functions of the package": 745,
     "files of the package": 49,
     "lines of tools": 2_183,
-    "lines of tests": 30_745,
+    "lines of tests": 30_148,
     "lines of benchmarks": 8_490,
 }
 ALLOWED = 0.005  # the share by which a change under way may exceed them; 0 when it has landed

@@ -47,7 +47,7 @@ def recorded_warnings(about: str = "") -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(one.message) for one in record if about in str(one.message)]
+    texts += [str(x.message) for x in record if about in str(x.message)]
 
 
 def early(*steps: int) -> Any:
