@@ -20,8 +20,8 @@ SUMS = {
     "functions of the package": 745,
     "files of the package": 49,
     "lines of tools": 2_183,
-    "lines of tests": 30_696,
-    "lines of benchmarks": 8_056,
+    "lines of tests": 30_136,
+    "lines of benchmarks": 8_069,
 }
 ALLOWED = 0.005  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.stages import PREFIX, STAGES, stage
 from tests.support.ranks import run
-from tests.support.training import backward, network
+from tests.support.training import network, train
 
 
 def seen(profiler: Any) -> set[str]:
@@ -23,8 +23,7 @@ def of_a_first_step(cls: type, options: dict[str, Any]) -> set[str]:
     model = network()
     opt = cls(model, lr=0.1, **options)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        backward(model, 0)
-        opt.step()
+        train(model, opt, [0])
     return seen(profiler)
 
 
@@ -49,9 +48,7 @@ def test_a_quiet_step_has_its_own_stages_alone():
     opt = KFACAdam(model, lr=0.1, factor_update_steps=100, inv_update_steps=100)
     for i in range(2):
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            opt.zero_grad()
-            backward(model, i)
-            opt.step()
+            train(model, opt, [i])
     assert seen(profiler) == {"precondition", "length", "base step"}
 
 
@@ -65,8 +62,7 @@ def test_averages_are_not_labelled_as_the_way_of_their_sums():
     model = network()
     opt = KFACAdam(model, lr=0.1)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        backward(model, 0)
-        opt.step()
+        train(model, opt, [0])
     (average,) = [x for x in profiler.events() if x.name == PREFIX + "average"]
     above = average.cpu_parent
     while above is not None:

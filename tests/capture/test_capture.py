@@ -25,7 +25,9 @@ from torch.utils.checkpoint import (
 )
 
 from kaisa_optim import KFACSGD
+from tests.support.training import descend
 from tests.support.watch import (
+    Body,
     Watch,
     assert_close,
     assert_factors,
@@ -75,12 +77,19 @@ def assert_same(one, other, names=("0", "2"), rtol: float = 1e-12) -> None:
         assert_close(p, q, rtol)
 
 
+def assert_step(opt: Any, net: nn.Module, factors: tuple[Tensor, Tensor]) -> None:
+    """Take a step, which is the gradient of layer 0 preconditioned with these factors."""
+    gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
+    steps = taken(opt, net)
+    step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
+    assert_close(step, solved(*factors, gradient), 1e-8)
+
+
 def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     """One step on one batch with nothing beside it."""
     net = make()
     opt = exact(net, **options)
-    fit(x)(net)
-    opt.step()
+    descend(opt, loss_of(net(x)))
     return net, opt
 
 
@@ -89,21 +98,17 @@ def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
 
 @pytest.mark.parametrize("times", [(2,), (2, 2), (3, 1)])
 def test_a_module_used_several_times_in_each_pass(times):
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, count: int) -> Tensor:
-            for _ in range(count):
-                x = torch.tanh(self.layer(x))
-            return x
+    def loop(m: nn.Module, x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = torch.tanh(m.layer(x))
+        return x
 
     def train(model: nn.Module) -> None:
         for i, count in enumerate(times):
             (loss_of(model(normal(2 + i, 4, seed=i), count)) / len(times)).backward()
 
-    check_step(seeded(Loop), train, ["layer"], float(sum(range(2, 2 + len(times)))))
+    net = seeded(lambda: Body(loop, layer=nn.Linear(4, 4)))
+    check_step(net, train, ["layer"], float(sum(range(2, 2 + len(times)))))
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -119,17 +124,12 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
         assert torch.equal(net[0].get_parameter(name), value)
     net[0].requires_grad_(True)
     # Not the layer's slot, but its statistics are of another size now: it starts anew.
+    first = expected(net, fit(x), "0", 6.0)
     for _ in range(2):
         opt.zero_grad()
-        wanted = expected(net, fit(x), "0", 6.0)
         fit(x)(net)
-        gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-        steps = taken(opt, net)
-        if opt.preconditioner.steps == 2:
-            first = wanted
+        assert_step(opt, net, first)
         assert_factors(opt, "0", first)
-        step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-        assert_close(step, solved(*first, gradient), 1e-8)
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -149,12 +149,11 @@ def test_frozen_in_the_middle_of_training(frozen):
     both = len(frozen) == 2
     wanted = None if both else expected(net, fit(x), "0", 6.0)
     fit(x)(net)
-    steps = taken(opt, net)
-    if wanted is not None:
+    if wanted is None:
+        opt.step()
+    else:
+        assert_step(opt, net, wanted)
         assert_factors(opt, "0", wanted)
-        gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-        step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-        assert_close(step, solved(*wanted, gradient), 1e-8)
     for name, value in kept.items():
         assert torch.equal(net[0].get_parameter(name), value)
     for before, now in zip(other, opt.preconditioner.factors("2"), strict=True):
@@ -309,6 +308,10 @@ class Block(nn.Module):
         return self.second(after)
 
 
+# Ways to run a part, as ``under`` takes them.
+CHECKPOINTS = {"plain": None, "reentrant": True, "not reentrant": False}
+
+
 def under(reentrant: bool | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a part under a checkpoint, or, with None, without one."""
     return part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
@@ -351,21 +354,18 @@ class Again(nn.Module):
         return self.part(under(self.reentrant, self.part, self.part(x)))
 
 
-class Encoder(nn.Module):
-    def __init__(self, reentrant: bool | None) -> None:
-        super().__init__()
-        self.stem, self.reentrant = nn.Linear(4, 4), reentrant
-        self.block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return under(self.reentrant, self.block, self.stem(x))
+def encoder(reentrant: bool | None) -> nn.Module:
+    block = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+    return Body(
+        lambda m, x: under(reentrant, m.block, m.stem(x)), stem=nn.Linear(4, 4), block=block
+    )
 
 
 # What is built, the shape of an example, and how many layers there are.
 CHECKPOINTED: dict[str, tuple[Callable[[bool | None], nn.Module], tuple[int, ...], int]] = {
     "blocks": (Deep, (4,), 6),
     "one of several uses": (Again, (4,), 1),
-    "attention": (Encoder, (5, 4), 5),
+    "attention": (encoder, (5, 4), 5),
     "the model": (lambda reentrant: Deep(None), (4,), 6),
 }
 
@@ -435,9 +435,7 @@ def test_checkpointing_still_saves_memory(reentrant, when):
         net = seeded(lambda kind=kind: Deep(kind))
         opt = exact(net)
         if when == "not due":
-            fit(x)(net)
-            opt.step()
-            opt.zero_grad()
+            descend(opt, loss_of(net(x)))
         if when == "paused":
             with opt.preconditioner.paused():
                 out = net(x)
@@ -480,10 +478,8 @@ def test_checkpointing_where_what_is_due_changes_before_the_backward(due):
     net = seeded(lambda: Deep(False))
     interval = 1 if due else 2
     opt = exact(net, lr=0.0, factor_update_steps=interval, factor_decay=1e-12, staggered=False)
-    fit(normal(3, 4, seed=1))(net)
-    opt.step()
+    descend(opt, loss_of(net(normal(3, 4, seed=1))))
     before = tuple(t.clone() for t in opt.preconditioner.factors("blocks.0.first"))
-    opt.zero_grad()
     out = net(x)
     opt.preconditioner.factor_update_steps = 2 if due else 1
     loss_of(out).backward()
@@ -520,6 +516,15 @@ class OwnUses(nn.Module):
         return self.gamma * self.run(self.outer, x)
 
 
+def selective(policy: Any) -> dict[str, Any]:
+    """Return the options of a checkpoint that keeps outputs by a policy."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
 POLICIES = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
 
 
@@ -530,11 +535,7 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
     def run(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if part.__name__ == "inner":
             return part(x) if policy else checkpoint(part, x, use_reentrant=False)
-        how = {"context_fn": contexts} if policy else {}
-        return checkpoint(part, x, use_reentrant=False, **how)
-
-    def contexts():
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+        return checkpoint(part, x, **(selective(policy) if policy else {"use_reentrant": False}))
 
     gradients = []
     for one in (run, None):
@@ -548,15 +549,14 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
 
 
 def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.product = Block(), nn.Parameter(0.5 * torch.eye(4))
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return x + checkpoint(lambda x: m.block(x) @ m.product, x, use_reentrant=True)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + checkpoint(lambda x: self.block(x) @ self.product, x, use_reentrant=True)
+    def make() -> nn.Module:
+        hidden = Body(use, block=Block(), product=0.5 * torch.eye(4))
+        return nn.Sequential(nn.Linear(4, 4), hidden, nn.Linear(4, 40))
 
-    net = seeded(lambda: nn.Sequential(nn.Linear(4, 4), Hidden(), nn.Linear(4, 40)))
+    net = seeded(make)
     opt = exact(net, factor_update_steps=1, lr=0.01)
     for i in range(6):
         opt.zero_grad()
@@ -577,19 +577,13 @@ def test_selective_checkpointing(kind, keeps):
         "sequences": (lambda: nn.Linear(4, 5), normal(6, 2, 4)),
     }[kind]
     policy = CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    def contexts():
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
-
     runs = []
-    for selective in (True, False):
+    for by_policy in (True, False):
         net = seeded(lambda: nn.Sequential(layer(), nn.Tanh()))
         opt = exact(net)
         for _ in range(2):
-            opt.zero_grad()
-            options = {"use_reentrant": False, "context_fn": contexts}
-            loss_of(checkpoint(net, x, **options) if selective else net(x)).backward()
-            opt.step()
+            out = checkpoint(net, x, **selective(policy)) if by_policy else net(x)
+            descend(opt, loss_of(out))
         runs.append((net, opt))
     assert_same(*runs, ["0"])
 
@@ -662,12 +656,9 @@ def test_paused_for_a_whole_step_keeps_the_averages():
     opt.zero_grad()
     with opt.preconditioner.paused():
         fit(3 * x)(net)
-    gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
-    steps = taken(opt, net)
+    assert_step(opt, net, before["0"])  # still preconditioned
     for name, factors in before.items():
         assert_factors(opt, name, factors, 1e-15)
-    step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-    assert_close(step, solved(*before["0"], gradient), 1e-8)  # still preconditioned
     assert opt.preconditioner.steps == 2
 
 
@@ -680,15 +671,9 @@ def terms_of(opt, name: str, unit: tuple[Tensor, Tensor]) -> float:
     return (g.diagonal(dim1=1, dim2=2).sum() / unit[1].diagonal(dim1=1, dim2=2).sum()).item()
 
 
-class Wide(nn.Module):
-    """A layer behind any input: its own rows say nothing about the model's batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, *args, **kwargs) -> Tensor:
-        return self.layer(normal(11, 3))
+def wide() -> nn.Module:
+    """Return a layer behind any input: its own rows say nothing about the model's batch."""
+    return Body(lambda m, *_, **__: m.layer(normal(11, 3)), layer=nn.Linear(3, 2))
 
 
 @dataclass
@@ -722,7 +707,7 @@ class Batch:
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
     for terms, count in (("examples", examples), ("positions", positions)):
-        net = seeded(Wide)
+        net = seeded(wide)
         opt = exact(net, loss_terms=terms)
 
         def train(model: nn.Module) -> None:
@@ -784,9 +769,7 @@ def test_layers_gather_in_two_steps_of_an_interval():
     changed = []
     before: dict[str, Tensor] = {}
     for i in range(7):
-        opt.zero_grad()
-        fit(normal(6, 4, seed=i))(net)
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4, seed=i))))
         now = {name: opt.preconditioner.factors(name)[1].clone() for name in "0123"}
         changed.append([name for name in now if i == 0 or not torch.equal(now[name], before[name])])
         before = now
@@ -794,20 +777,14 @@ def test_layers_gather_in_two_steps_of_an_interval():
     assert changed == [[*one, *other], other, [], one, other, [], one]
 
 
-class Heads(nn.Module):
-    """A trunk whose passes end in one head or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.left, self.right = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, head: str = "left") -> Tensor:
-        return self.get_submodule(head)(self.trunk(x))
+def heads() -> nn.Module:
+    """Return a trunk whose passes end in one head or the other."""
+    parts = {"trunk": nn.Linear(4, 4), "left": nn.Linear(4, 3), "right": nn.Linear(4, 3)}
+    return Body(lambda m, x, head="left": m.get_submodule(head)(m.trunk(x)), **parts)
 
 
 def test_terms_are_those_of_all_passes_whosever_slot_it_is():
-    net = seeded(Heads)
+    net = seeded(heads)
     opt = exact(net, lr=0.0, factor_update_steps=3, factor_decay=1e-12)
 
     def train(model: nn.Module) -> None:
@@ -825,18 +802,15 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
 
 
 def test_hooks_that_are_lost_later_are_noticed_after_four_steps_that_gather():
-    net = seeded(Heads)
+    net = seeded(heads)
     opt = exact(net, lr=0.1, factor_update_steps=3)
-    fit(normal(5, 4))(net)
-    opt.step()
+    descend(opt, loss_of(net(normal(5, 4))))
     for module in net.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     with pytest.raises(RuntimeError, match=r"step 5 is due .* no covered layer saw a backward"):
         for _ in range(5):  # all but step 2 gather
-            opt.zero_grad()
-            fit(normal(5, 4))(net)
-            opt.step()
+            descend(opt, loss_of(net(normal(5, 4))))
 
 
 @pytest.mark.parametrize(
@@ -1061,16 +1035,11 @@ def test_a_forward_pass_that_was_stopped_leaves_nothing(where, within, error, mo
 
 
 def test_gradients_that_the_model_clears_in_its_own_forward():
-    class Clears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
+    def clears(m: nn.Module, x: Tensor) -> Tensor:
+        opt.zero_grad()
+        return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-        def forward(self, x: Tensor) -> Tensor:
-            opt.zero_grad()
-            return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    net = seeded(Clears)
+    net = seeded(lambda: Body(clears, layer=nn.Linear(4, 3)))
     opt = exact(net)
     fit(normal(6, 3, 4))(net)
     assert opt.preconditioner.sums.terms() == 6

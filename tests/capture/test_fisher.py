@@ -17,17 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.capture import fisher
 from kaisa_optim.layers.kinds import LinearLayer
+from tests.capture.test_capture import under
 from tests.curvature.test_exactness import seeded
 from tests.support import reference as ref
 from tests.support.cluster import batch, kept, network
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import assert_same
-from tests.support.watch import PAPERS
+from tests.support.training import assert_same, descend
+from tests.support.watch import PAPERS, Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -53,8 +53,7 @@ def after(model: nn.Module, kind: str, x: Tensor, dim: int | None = None, **opti
     opt = optimizer(model, lr=0.0, **options)
     outputs = model(x)
     opt.preconditioner.sample_fisher(outputs, kind, dim=dim)
-    outputs.square().mean().backward()
-    opt.step()
+    descend(opt, outputs.square().mean())
     return opt
 
 
@@ -133,8 +132,7 @@ def test_classes_may_lie_in_any_dimension_and_padding_is_left_out(layout, terms)
         "masked": (many[valid.repeat(COPIES, 1)], None),
     }[layout]
     opt.preconditioner.sample_fisher(logits, "cross_entropy", dim=dim)
-    many.square().mean().backward()
-    opt.step()
+    descend(opt, many.square().mean())
     g = opt.preconditioner.factors("0")[1][0]
     assert_mean(g, own_blocks(whole, outputs, -1), 8 * COPIES)
 
@@ -156,8 +154,7 @@ def test_layers_of_all_kinds_equal_a_loss_with_the_drawn_gradient(name, sharing)
     gradient = drawn(opt, outputs, "cross_entropy")
     outputs.square().mean().backward()
     opt.step()
-    ((other(x) * gradient).sum() / 5).backward()
-    fed.step()
+    descend(fed, (other(x) * gradient).sum() / 5)
     expected = kept(fed)
     for (layer, side), factor in kept(opt).items():
         ref.assert_close(factor, expected[layer, side], what=f"{layer}: {side}")
@@ -289,8 +286,7 @@ def test_a_loss_scale_is_not_in_the_draws():
         x, y = batch("chain", 0, 4)
         outputs = model(x)
         opt.preconditioner.sample_fisher(outputs, "cross_entropy")
-        (F.cross_entropy(outputs, y) * scale).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(outputs, y) * scale)
         return kept(opt)
 
     assert_same(factors(1024.0), factors(1.0))
@@ -346,8 +342,7 @@ def test_calls_for_two_heads_of_one_pass_add_up():
     for head, output in zip(model["heads"], outputs, strict=True):
         row = drawn(opt, output) @ head.weight.detach()
         expected += row.mT @ row / output.numel()
-    sum(output.sum() for output in outputs).backward()
-    opt.step()
+    descend(opt, sum(output.sum() for output in outputs))
     ref.assert_close(opt.preconditioner.factors("body")[1][0], expected)
 
 
@@ -358,8 +353,7 @@ def test_one_loss_of_several_forward_passes():
     opt = optimizer(net)
     outputs = torch.cat([net(rows[:2]), net(rows[2:])])
     opt.preconditioner.sample_fisher(outputs, "cross_entropy")
-    outputs.square().mean().backward()
-    opt.step()
+    descend(opt, outputs.square().mean())
     for key, factor in kept(opt).items():
         ref.assert_close(factor, expected[key], what=str(key))
 
@@ -372,32 +366,26 @@ def test_a_second_training_pass_through_the_graph_adds_nothing():
     outputs = model(x)
     opt.preconditioner.sample_fisher(outputs, "mse")
     outputs.sum().backward(retain_graph=True)
-    outputs.square().sum().backward()
-    opt.step()
+    descend(opt, outputs.square().sum())
     assert_same(kept(opt), kept(expected))
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool | None, whole: bool) -> None:
-        super().__init__()
-        self.inner, self.head = nn.Linear(2, 3), nn.Linear(3, 3)
-        self.reentrant, self.whole = reentrant, whole
-
-    def forward(self, x: Tensor) -> Tensor:
+def checkpointed(reentrant: bool | None, whole: bool) -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
         def all_of_it(x: Tensor) -> Tensor:
-            return self.head(self.inner(x).tanh())
+            return m.head(m.inner(x).tanh())
 
-        if self.reentrant is None:
-            return all_of_it(x)
-        if self.whole:
-            return checkpoint(all_of_it, x, use_reentrant=self.reentrant)
-        return self.head(checkpoint(self.inner, x, use_reentrant=self.reentrant).tanh())
+        if whole:
+            return under(reentrant, all_of_it, x)
+        return m.head(under(reentrant, m.inner, x).tanh())
+
+    return Body(use, inner=nn.Linear(2, 3), head=nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_activation_checkpointing(whole):
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    plain, rerun, reentrant = (seeded(Checkpointed(way, whole), 11) for way in (None, False, True))
+    plain, rerun, reentrant = (seeded(checkpointed(way, whole), 11) for way in (None, False, True))
     assert_same(kept(after(rerun, "mse", x)), kept(after(plain, "mse", x)))
     with pytest.raises(RuntimeError, match="use_reentrant"):
         after(reentrant, "mse", x)

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD
+from tests.capture.test_capture import CHECKPOINTS, under
 from tests.support.ranks import fresh
 
 
@@ -21,11 +21,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         for part in (self.first, self.last):
-            x = (
-                part(x)
-                if self.kind == "plain"
-                else checkpoint(part, x, use_reentrant=self.kind == "reentrant")
-            )
+            x = under(CHECKPOINTS[self.kind], part, x)
         return x
 
 
@@ -79,14 +75,6 @@ def test_a_checkpoint_runs_again_within_its_own_forward(kind, train):
     assert_equal(factors(Net(kind), train), factors(Net(), train))
 
 
-class Around(nn.Module):
-    """A model whose own forward nobody calls, as in trainers that call a part of it."""
-
-    def __init__(self, kind: str = "plain"):
-        super().__init__()
-        self.net = Net(kind)
-
-
 # Two forwards under a reentrant checkpoint and without the model are one to us: nothing marks where
 # one ends. The guide says so.
 @pytest.mark.parametrize(
@@ -99,9 +87,10 @@ class Around(nn.Module):
     ],
 )
 def test_layers_called_without_the_model_around_them(kind, train):
-    around = Around(kind)
-    opt = KFACSGD(around, lr=0.1)
-    train(around.net)
+    """As trainers do that call a part of the model."""
+    inner = Net(kind)
+    opt = KFACSGD(nn.ModuleDict({"net": inner}), lr=0.1)
+    train(inner)
     opt.step()
     assert_equal(flat(opt, "net."), factors(Net(), train))
 

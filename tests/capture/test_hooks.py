@@ -20,7 +20,9 @@ from tests.capture.test_capture import assert_same, clean_run, convnet, fit, los
 from tests.support import groups
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
+from tests.support.training import descend
 from tests.support.watch import (
+    Body,
     Watch,
     assert_close,
     assert_factors,
@@ -89,22 +91,12 @@ def test_ranks_on_other_branches_count_for_a_layer_that_comes_late(options):
     run(2, late_on_the_last_rank, options)
 
 
-class Exits(nn.Module):
-    """A body, and a head that not every pass comes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: Tensor, whole: bool) -> Tensor:
-        h = torch.tanh(self.body(x))
-        return self.head(h) if whole else h
-
-
 def test_an_exit_that_no_gathering_pass_has_taken_counts():
-    model = Exits()
+    def exits(m: nn.Module, x: Tensor, whole: bool) -> Tensor:
+        h = torch.tanh(m.body(x))
+        return m.head(h) if whole else h
+
+    model = seeded(lambda: Body(exits, body=nn.Linear(6, 5), head=nn.Linear(5, 3)))
     opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
     found = gradients_of(model.head)
     for i in range(2):
@@ -225,22 +217,14 @@ def test_passes_through_layers_whose_turn_it_is_not_are_seen(change):
     assert_close(output_factor(opt, "head"), 12 * found[-1].T @ found[-1])
 
 
-class Selects(nn.Module):
-    """An auxiliary loss of some rows, which may be none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.aux = nn.Linear(6, 5), nn.Linear(5, 2)
-        self.double()
-
-    def forward(self, x: Tensor, chosen: int) -> Tensor:
-        h = torch.tanh(self.body(x))
-        return h.square().mean() + self.aux(h[:chosen]).square().sum() / 8
-
-
 def test_a_pass_counts_that_brings_the_first_layer_no_rows():
-    model = Selects()
+    """An auxiliary loss is of some rows, which may be none."""
+
+    def selects(m: nn.Module, x: Tensor, chosen: int) -> Tensor:
+        h = torch.tanh(m.body(x))
+        return h.square().mean() + m.aux(h[:chosen]).square().sum() / 8
+
+    model = seeded(lambda: Body(selects, body=nn.Linear(6, 5), aux=nn.Linear(5, 2)))
     opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
     found = gradients_of(model.aux)
     for i in range(3):
@@ -350,23 +334,16 @@ def test_the_next_pass_gathers_what_is_due(after):
     assert "".join(x.name for x in opt.preconditioner.sums.of_layer) == AFTER[after][::-1]
 
 
-class Towers(nn.Module):
-    """Two branches of one input; ``mine`` stands behind a layer that K-FAC leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.raw, self.mine = nn.Linear(6, 3), nn.Linear(6, 5), nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.first(x), self.mine(torch.tanh(self.raw(x)))
+def towers() -> nn.Module:
+    """Return two branches of one input; ``mine`` stands behind a layer that K-FAC leaves."""
+    parts = {"first": nn.Linear(6, 3), "raw": nn.Linear(6, 5), "mine": nn.Linear(5, 3)}
+    return Body(lambda m, x: (m.first(x), m.mine(torch.tanh(m.raw(x)))), **parts)
 
 
 @pytest.mark.parametrize("inputs", [False, True])
 def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     """Its input needs a gradient, but a backward pass comes to no layer before it."""
-    model = Towers()
+    model = seeded(towers)
     skipped = {} if inputs else {"skip_layers": ["raw"]}
     model.raw.requires_grad_(not inputs)
     how = {**EIGEN, "factor_update_steps": 2, "inv_update_steps": 10, "staggered": True}
@@ -383,21 +360,10 @@ def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     assert gathered == {"first", "mine"}
 
 
-class Timed(nn.Module):
-    """Told a number before the batch, as models of flows are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3).double()
-
-    def forward(self, t: Tensor, x: Tensor) -> Tensor:
-        return self.layer(x) * t
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_number_before_the_batch_is_no_batch(by_name):
-    torch.manual_seed(0)
-    model = Timed()
+    """Models of flows are told a time first."""
+    model = seeded(lambda: Body(lambda m, t, x: m.layer(x) * t, layer=nn.Linear(6, 3)))
     opt = KFACSGD(model, lr=0.1, **EIGEN)
     gradients = gradients_of(model.layer)
     t, x = torch.tensor(0.5), normal(8, 6)
@@ -414,18 +380,13 @@ def test_training_with_the_whole_model_in_eval():
     check_step(net, fit(normal(6, 4)), ["0", "2"], 6.0)
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
-        self.again = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(input=torch.tanh(self.again(torch.tanh(self.first(input=x)))))
-
-
 def test_a_shared_module_is_counted_once_however_it_is_called():
-    opt = check_step(seeded(Shared), fit(normal(6, 4)), ["first", "out"], 6.0)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return m.out(input=torch.tanh(m.again(torch.tanh(m.first(input=x)))))
+
+    first = nn.Linear(4, 4)
+    net = seeded(lambda: Body(use, first=first, out=nn.Linear(4, 3), again=first))
+    opt = check_step(net, fit(normal(6, 4)), ["first", "out"], 6.0)
     assert list(opt.preconditioner.layers) == ["first", "out"]
     assert not opt.preconditioner.uncovered
 
@@ -460,20 +421,17 @@ def test_forwards_under_no_grad_in_training_mode():
 def test_gradient_penalty_in_the_loss():
     x = normal(6, 4).requires_grad_()
 
-    def train(model: nn.Module) -> None:
+    def loss(model: nn.Module) -> Tensor:
         out = model(x)
         (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        (loss_of(out) + slope.square().sum() / len(x)).backward(inputs=list(model.parameters()))
+        return loss_of(out) + slope.square().sum() / len(x)
 
     net = mlp()
     twin = copy.deepcopy(net)
     watch = Watch(twin, "0", "2")
-    out = twin(x)
-    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (loss_of(out) + slope.square().sum() / len(x)).backward()
-    x.grad = None
+    loss(twin).backward()
     opt = exact(net)
-    train(net)
+    loss(net).backward(inputs=list(net.parameters()))
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert_close(p.grad, q.grad)
     opt.step()
@@ -550,9 +508,7 @@ def test_torch_compile(fresh_dynamo, how):
     clean = exact(other, factor_update_steps=2)
     for step in range(5):  # due for statistics and not, in turn
         for optimizer, model in ((opt, run), (clean, other)):
-            optimizer.zero_grad()
-            fit(x)(model)
-            optimizer.step()
+            descend(optimizer, loss_of(model(x)))
         if step == 0 and when == "after":
             run = torch.compile(net, backend=backend)
     assert_same((net, opt), (other, clean), list(clean.preconditioner.layers), 1e-10)
@@ -617,13 +573,9 @@ def test_torch_compile_called_before_construction(fresh_dynamo):
     assert_same((net, opt), clean_run(x), rtol=1e-10)
 
 
-class Attends(nn.Module):
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
+def attends(**options: bool) -> nn.Module:
+    attention = nn.MultiheadAttention(4, 2, **options)
+    return Body(lambda m, x: m.attention(x, x, x)[0], attention=attention)
 
 
 KINDS = {
@@ -636,9 +588,9 @@ KINDS = {
     "transposed": (lambda: nn.ConvTranspose1d(2, 2, 2), normal(3, 2, 3)),
     "transposed, unbatched": (lambda: nn.ConvTranspose1d(2, 2, 2), normal(2, 3)),
     "embedding": (lambda: nn.Embedding(5, 4), torch.tensor([[1, 2], [0, 4]])),
-    "attention": (Attends, normal(3, 5, 4)),
-    "attention, batch first": (lambda: Attends(batch_first=True), normal(3, 5, 4)),
-    "attention, unbatched": (Attends, normal(5, 4)),
+    "attention": (attends, normal(3, 5, 4)),
+    "attention, batch first": (lambda: attends(batch_first=True), normal(3, 5, 4)),
+    "attention, unbatched": (attends, normal(5, 4)),
 }
 
 
@@ -652,8 +604,7 @@ def test_in_place_activations_after_every_kind(make, x):
     for follow in (in_place, lambda out: torch.relu(out + 0.5)):
         net = seeded(make)
         opt = exact(net)
-        loss_of(follow(net(x))).backward()
-        opt.step()
+        descend(opt, loss_of(follow(net(x))))
         runs.append((net, opt))
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
 
@@ -714,8 +665,7 @@ def test_tracing_and_exporting_a_model_in_training():
     if torch.__version__ >= (2, 7):  # 2.6 stops at any hook that its tracer does not know
         exported = torch.export.export(net, (x,)).module()
         assert_close(exported(x), net(x))
-    fit(x)(net)
-    opt.step()
+    descend(opt, loss_of(net(x)))
     assert_same((net, opt), clean_run(x))
 
 
@@ -764,8 +714,7 @@ def test_capture_keeps_no_extra_memory(kind):
     plain = saved_bytes(net, x)
     opt = exact(net)
     assert saved_bytes(net, x) == plain > 0
-    fit(x)(net)
-    opt.step()
+    descend(opt, loss_of(net(x)))
     assert saved_bytes(net, x) == plain  # nor when statistics are not due
 
 
@@ -805,8 +754,7 @@ def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
     with opt.preconditioner.paused():
         net(x)
     net[0].weight.requires_grad_(False)
-    fit(x)(net)
-    opt.step()
+    descend(opt, loss_of(net(x)))
 
 
 def test_a_kind_of_ones_own_may_read_sparse_inputs():
@@ -829,8 +777,6 @@ def test_a_kind_of_ones_own_may_read_sparse_inputs():
     x = normal(6, 4)
     net, other = seeded(lambda: Sparse(4, 3)), seeded(lambda: Sparse(4, 3))
     opt, clean = exact(net), exact(other)
-    fit(x.to_sparse())(net)
-    fit(x)(other)
-    opt.step()
-    clean.step()
+    descend(opt, loss_of(net(x.to_sparse())))
+    descend(clean, loss_of(other(x)))
     assert_same((net, opt), (other, clean), [""])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 
 import pytest
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from tests.support import groups
 from tests.support.ranks import run
+from tests.support.training import warnings_as
 
 OFTEN = {"factor_update_steps": 1, "inv_update_steps": 2}
 EIGEN = {"compute_method": "eigen"}
@@ -63,8 +63,7 @@ def no_others(thaw):
 
 def build(cls, options):
     model = Mixed()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         return model, cls(model, lr=0.01, **{**OFTEN, **options})
 
 
@@ -104,8 +103,7 @@ def test_steps_loads_and_layers_that_are_frozen_leave_no_circles_behind(case):
             model.twice.requires_grad_(requires_grad)
             step(model, optimizer)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         assert in_circles(model, optimizer, between) == []
 
 
@@ -162,8 +160,7 @@ def in_circles_on_a_rank(case, fraction):
     torch.manual_seed(0)
     cls, options = CASES[case]
     model = DistributedDataParallel(Mixed())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         optimizer = cls(model, lr=0.01, grad_worker_fraction=fraction, **{**OFTEN, **options})
     return in_circles(model, optimizer)
 

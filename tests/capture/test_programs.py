@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from kaisa_optim.capture.hooks import Capture
 from kaisa_optim.layers import Layer, watch
 from kaisa_optim.layers.base import GATHER
 from tests.support.programs import Program, Rows
+from tests.support.training import warnings_as
 
 COUNT = int(os.environ.get("PROGRAMS", "100"))
 GROUPS = 10
@@ -143,8 +143,7 @@ def outcome_of(seed: int) -> Counter[str]:
         return Counter()  # some changes in place go with no backward pass, or with no checkpoint
     told = f"program {seed}, {program.dtype}:\n" + "\n".join(program.described)
     often: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 100}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         opt = KFACSGD(program, lr=1e-30, **often, **program.options)
         kfac = opt.preconditioner
         references = [

@@ -12,39 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
 from kaisa_optim.layers.kinds import LinearLayer
-from tests.layers.test_uses import Body, headed, loss_of, stepped
+from tests.core.test_ties import Tied
+from tests.layers.test_uses import headed, loss_of, stepped
 from tests.support.close import assert_close
-from tests.support.watch import exact, normal, seeded, taken
+from tests.support.training import descend
+from tests.support.watch import Body, exact, normal, seeded, taken
 
 TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
-
-
-class Words(nn.Module):
-    """A table whose weight is the head's, too: by registration, or in the forward's code alone."""
-
-    def __init__(self, registered: bool) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 3)
-        self.body = nn.Linear(3, 3)
-        if registered:
-            self.head = nn.Linear(3, 7, bias=False)
-            self.head.weight = self.words.weight
-        self.registered = registered
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.body(self.words(x)).tanh()
-        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
-
-
-class Again(nn.Module):
-    """A layer that runs twice: as a module, and by a call with its parameters."""
-
-    def __init__(self, layer: nn.Module, call) -> None:
-        super().__init__()
-        self.layer, self.call = layer, call
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.call(self.layer, self.layer(x).tanh())
 
 
 def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor]]:
@@ -58,7 +32,7 @@ def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor
 
 
 def test_a_head_that_only_the_code_ties_takes_a_registered_ties_steps():
-    tied, by_code = (seeded(lambda how=how: Words(how)) for how in (True, False))
+    tied, by_code = (seeded(lambda how=how: Tied(registered=how)) for how in (True, False))
     by_code.load_state_dict(tied.state_dict(), strict=False)
     both = steps_of(tied, TOKENS), steps_of(by_code, TOKENS)
     for tied, found in zip(*both, strict=True):
@@ -80,10 +54,12 @@ def test_a_head_that_only_the_code_ties_takes_a_registered_ties_steps():
     ids=["convolution", "linear", "forward"],
 )
 def test_a_call_with_a_layers_parameters_counts_as_the_layers_own(make, call, shape):
+    """A layer runs twice: as a module, and by a call with its parameters."""
     x, steps = normal(*shape), []
     for how in (lambda m, x: m(x), call):
         torch.manual_seed(1)
-        steps.append(steps_of(Again(make(), how).double(), x))
+        again = Body(lambda m, x, how=how: how(m.layer, m.layer(x).tanh()), layer=make())
+        steps.append(steps_of(again.double(), x))
     for own, found in zip(*steps, strict=True):
         for name, step in found.items():
             assert_close(step, own[name], 1e-9, name)
@@ -91,18 +67,13 @@ def test_a_call_with_a_layers_parameters_counts_as_the_layers_own(make, call, sh
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = nn.Linear(4, 3, bias=bias)
+    def coded(m: nn.Module, x: Tensor) -> Tensor:
+        m.hidden = m.encoder(x).tanh()
+        m.out = F.linear(m.hidden, m.encoder.weight.t())
+        m.out.retain_grad()
+        return m.out
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.hidden = self.encoder(x).tanh()
-            self.out = F.linear(self.hidden, self.encoder.weight.t())
-            self.out.retain_grad()
-            return self.out
-
-    net, x = seeded(Tied), normal(6, 4)
+    net, x = seeded(lambda: Body(coded, encoder=nn.Linear(4, 3, bias=bias))), normal(6, 4)
     opt = exact(net)
     loss_of(net(x)).backward()
     (layer,) = opt.preconditioner.registry.layers.values()
@@ -120,19 +91,14 @@ def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
 @pytest.mark.parametrize("widest", [16384, 4])
 @pytest.mark.parametrize("call", ["bare", "added apart", "turned"])
 def test_a_call_without_the_bias_leaves_its_place_empty(call, widest):
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def twice(m: nn.Module, x: Tensor) -> Tensor:
+        m.hidden = m.layer(x).tanh()
+        if call == "turned":
+            return F.linear(m.hidden, m.layer.weight.T)
+        out = F.linear(m.hidden, m.layer.weight)
+        return out if call == "bare" else out + m.layer.bias
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.hidden = self.layer(x).tanh()
-            if call == "turned":
-                return F.linear(self.hidden, self.layer.weight.T)
-            out = F.linear(self.hidden, self.layer.weight)
-            return out if call == "bare" else out + self.layer.bias
-
-    net, x = seeded(Net), normal(6, 4)
+    net, x = seeded(lambda: Body(twice, layer=nn.Linear(4, 4))), normal(6, 4)
     opt = exact(net, max_factor_size=widest)
     loss_of(net(x)).backward()
     (sums,) = opt.preconditioner.sums.of_layer.values()
@@ -148,34 +114,29 @@ def test_a_call_without_the_bias_leaves_its_place_empty(call, widest):
 
 
 def test_modules_that_hold_the_same_parameter_count_its_use_once():
-    class Outer(nn.Module):
-        def __init__(self, inner: Body) -> None:
-            super().__init__()
-            self.inner, self.w = inner, inner.w
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
+    def outer(body: nn.Module) -> nn.Module:
+        around = Body(lambda m, x: m.inner(x), inner=body)
+        around.w = body.w
+        return around
 
     x, steps = normal(6, 3), []
-    for wrap in (lambda body: body, Outer):
+    for wrap in (lambda body: body, outer):
         body = Body(lambda m, x: x @ m.w, w=normal(3, 3, seed=1))
         steps.append(stepped(headed(wrap(body)), x))
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-9)
 
 
-class Coder(nn.Module):
-    """Encodes and decodes in calls of its own, by one table."""
+def coder() -> nn.Module:
+    """Return a model that encodes and decodes in calls of its own, by one table."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.body = nn.Embedding(7, 3), nn.Linear(3, 3)
+    def use(m: nn.Module, x: Tensor, decodes: bool) -> Tensor:
+        return F.linear(x, m.words.weight) if decodes else m.body(m.words(x)).tanh()
 
-    def forward(self, x: Tensor, decodes: bool) -> Tensor:
-        return F.linear(x, self.words.weight) if decodes else self.body(self.words(x)).tanh()
+    return Body(use, words=nn.Embedding(7, 3), body=nn.Linear(3, 3))
 
 
 def test_all_calls_of_the_first_step_are_searched():
-    net = seeded(Coder)
+    net = seeded(coder)
     opt = exact(net)
     loss_of(net(net(TOKENS, False), True)).backward()
     sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
@@ -185,7 +146,7 @@ def test_all_calls_of_the_first_step_are_searched():
 
 
 def test_a_use_that_begins_later_is_found_once_the_gradient_tells():
-    net = seeded(Coder)
+    net = seeded(coder)
     opt, found = KFACSGD(net, lr=1e-3, factor_update_steps=1, inv_update_steps=10), []
     for step in range(12):
         opt.zero_grad()
@@ -199,37 +160,23 @@ def test_a_use_that_begins_later_is_found_once_the_gradient_tells():
 
 
 def test_parts_of_a_model_that_is_never_called_are_searched_around():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
+    def block(m: nn.Module, x: Tensor) -> Tensor:
+        return F.linear(x, m.inner.weight, m.inner.bias).tanh()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.inner.weight, self.inner.bias).tanh()
-
-    net = seeded(lambda: nn.ModuleDict({"a": Block(), "b": nn.Linear(4, 2)}))
+    parts = {"a": lambda: Body(block, inner=nn.Linear(4, 4)), "b": lambda: nn.Linear(4, 2)}
+    net = seeded(lambda: nn.ModuleDict({name: make() for name, make in parts.items()}))
     opt = KFACSGD(net, lr=0.01)
     for _ in range(4):
-        opt.zero_grad()
-        loss_of(net["b"](net["a"](normal(6, 4)))).backward()
-        opt.step()
+        descend(opt, loss_of(net["b"](net["a"](normal(6, 4)))))
     assert opt.preconditioner.registry.states["a.inner"].has_average
 
 
 def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
-    class Inner(nn.Module):
-        def forward(self, h: Tensor, w: Tensor) -> Tensor:
-            return F.linear(h, w)
+    def outer(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(m.words(x).tanh(), m.words.weight.clone())
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words, self.head = nn.Embedding(7, 3), Inner()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.words(x).tanh(), self.words.weight.clone())
-
-    net = seeded(Outer)
+    inner = Body(lambda m, h, w: F.linear(h, w))
+    net = seeded(lambda: Body(outer, words=nn.Embedding(7, 3), head=inner))
     opt, crossed = KFACSGD(net, lr=0.01, factor_update_steps=1), []
     for _ in range(4):
         opt.zero_grad()
@@ -242,23 +189,17 @@ def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentrant):
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = nn.Linear(4, 4, bias=False)
+    def inner(m: nn.Module, x: Tensor) -> Tensor:
+        return m.words(F.linear(x, m.words.weight).tanh())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.words(F.linear(x, self.words.weight).tanh())
+    def outer(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(checkpoint(m.inner, x, use_reentrant=reentrant))
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.head = Inner(), nn.Linear(4, 2)
+    def make() -> nn.Module:
+        part = Body(inner, words=nn.Linear(4, 4, bias=False))
+        return Body(outer, inner=part, head=nn.Linear(4, 2))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(checkpoint(self.inner, x, use_reentrant=reentrant))
-
-    net, rows = seeded(Outer), []
+    net, rows = seeded(make), []
     opt = exact(net, factor_update_steps=1)
     kfac = opt.preconditioner
     for _ in range(3):
@@ -270,24 +211,20 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
     assert rows == [[12 if reentrant else 6], [12], [12]]
 
 
-class Checkpointed(nn.Module):
-    """Uses a parameter of its own in a checkpoint."""
+def checkpointed() -> nn.Module:
+    """Return a model that uses a parameter of its own in a checkpoint."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.w = nn.Linear(4, 4), nn.Parameter(torch.eye(4) / 2)
-        self.last = nn.Linear(4, 2)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(
+            lambda x: m.last(F.linear(x, m.w).tanh()), m.first(x), use_reentrant=False
+        )
 
-    def inner(self, x: Tensor) -> Tensor:
-        return self.last(F.linear(x, self.w).tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+    return Body(use, first=nn.Linear(4, 4), w=torch.eye(4) / 2, last=nn.Linear(4, 2))
 
 
 def test_a_checkpointed_model_trains_in_another_thread():
     """Autograd numbers the nodes of each thread apart: a new thread's numbers are small."""
-    net = Checkpointed()
+    net = checkpointed()
     for _ in range(50):
         net(normal(3, 4).float()).sum().backward()
     opt = KFACSGD(net, lr=0.1, factor_update_steps=1)
@@ -296,9 +233,7 @@ def test_a_checkpointed_model_trains_in_another_thread():
     def train() -> None:
         try:
             for _ in range(3):
-                opt.zero_grad()
-                net(normal(3, 4).float()).square().mean().backward()
-                opt.step()
+                descend(opt, net(normal(3, 4).float()).square().mean())
         except Exception as error:
             failed.append(error)
 
@@ -309,7 +244,7 @@ def test_a_checkpointed_model_trains_in_another_thread():
 
 
 def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
-    net = Checkpointed()
+    net = checkpointed()
     given = [p for name, p in net.named_parameters() if name != "last.bias"]
     opt = KFACSGD(given, lr=0.1, model=net)
     for step in range(3):
@@ -326,14 +261,10 @@ def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
 
 
 def test_a_layers_own_module_may_call_another_with_its_weight():
-    class Applies(nn.Module):
-        def forward(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return F.linear(x, weight, bias)
-
     class Own(nn.Linear):
         def __init__(self) -> None:
             super().__init__(4, 4)
-            self.applies = Applies()
+            self.applies = Body(lambda m, *args: F.linear(*args))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.applies(x, self.weight, self.bias)
@@ -407,17 +338,10 @@ def test_a_view_that_no_grad_made_is_no_use(again):
 
 @pytest.mark.parametrize("padding", [0, -1])
 def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(7, 3, padding_idx=padding)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.table(x)
-
     weight, steps = normal(7, 3, seed=1), []
+    table = Body(lambda m, x: m.table(x), table=nn.Embedding(7, 3, padding_idx=padding))
     by_use = Body(lambda m, x: F.embedding(x, m.w, padding_idx=padding), w=weight.clone())
-    for body in (Table(), by_use):
+    for body in (table, by_use):
         net = headed(body)
         next(body.parameters()).data = weight.clone()
         opt = exact(net)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -23,9 +22,10 @@ from kaisa_optim.capture.hooks import Capture
 from kaisa_optim.layers import Layer, watch
 from kaisa_optim.layers.kinds import LinearLayer
 from kaisa_optim.layers.watch import WatchMode
-from tests.layers.test_uses import Body, loss_of
+from tests.layers.test_uses import loss_of
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.watch import normal, seeded
+from tests.support.training import descend, recorded_warnings
+from tests.support.watch import Body, normal, seeded
 
 
 class Net(nn.Module):
@@ -67,13 +67,9 @@ def elsewhere(
 ) -> tuple[dict[str, float], list[str]]:
     """Return the report's shares after some steps, and the warnings."""
     opt = KFACAdam(net, lr=1e-9, factor_update_steps=1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings("comes from no call") as texts:
         for _ in range(steps):
-            opt.zero_grad()
-            loss(net, x).backward()
-            opt.step()
-    texts = [str(w.message) for w in caught if "comes from no call" in str(w.message)]
+            descend(opt, loss(net, x))
     return opt.preconditioner.coverage().elsewhere, texts
 
 
@@ -185,9 +181,7 @@ def test_a_pass_without_a_backward_tells_nothing_in_the_next_step():
     net = seeded(Head)
     opt = KFACAdam(net, lr=1e-9, factor_update_steps=3, staggered=False)
     for _ in range(5):
-        opt.zero_grad()
-        loss_of(net(normal(6, 4))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4))))
         loss_of(net(normal(6, 4)))  # an evaluation that forgot no_grad
     assert opt.preconditioner.coverage().elsewhere == {}
 
@@ -198,9 +192,7 @@ def steps_with_comparisons(twice_from: int) -> list[int]:
     opt = KFACAdam(net, lr=1e-3, factor_update_steps=1)
     for step in range(20):
         net.twice = step >= twice_from
-        opt.zero_grad()
-        loss_of(net(normal(6, 4))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 4))))
         if opt.preconditioner.capture.witness.due:
             found.append(step)
     assert opt.preconditioner.coverage().elsewhere == {}

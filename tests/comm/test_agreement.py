@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from unittest import mock
 
@@ -14,6 +13,7 @@ from torch import nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.comm.ranks import Ranks
 from tests.support.ranks import run
+from tests.support.training import descend, recorded_warnings
 
 
 def refusal(work: Callable[[], object]) -> str:
@@ -67,11 +67,10 @@ def without_the_cpu() -> tuple[list[str | None], list[str]]:
     devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
     with (
         mock.patch.object(Ranks, "status_device", "cuda"),
-        warnings.catch_warnings(record=True) as caught,
+        recorded_warnings("no backend for the CPU") as texts,
     ):
-        warnings.simplefilter("always")
         KFACSGD(nn.Linear(3, 2), lr=0.1)
-    return devices, [str(w.message) for w in caught if "no backend for the CPU" in str(w.message)]
+    return devices, texts
 
 
 def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
@@ -87,13 +86,11 @@ def warned() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         opt = KFACSGD(model, lr=0.1, skip_layers="nothing", compute_method="eigen")
         x = torch.ones(8, 4, dtype=torch.float64)
-        model.cell(model(x)).square().mean().backward()
-        opt.step()
-    return [str(one.message) for one in found]
+        descend(opt, model.cell(model(x)).square().mean())
+    return texts
 
 
 def test_what_all_ranks_would_say_one_says():

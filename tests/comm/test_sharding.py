@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,7 +36,8 @@ from kaisa_optim.optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
 from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import assert_same
+from tests.support.training import assert_same, descend, recorded_warnings, warnings_as
+from tests.support.watch import Body
 
 pytestmark = [
     pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7"),
@@ -51,13 +51,16 @@ EIGEN = {"compute_method": "eigen"}
 
 
 class Net(nn.Module):
-    """One layer of each kind that can be sharded; over four ranks, some shards are empty."""
+    """One layer of each kind that can be sharded; over four ranks, some shards are empty.
 
-    def __init__(self) -> None:
+    With ``groups``, shards of the convolution's weight have parts of several blocks.
+    """
+
+    def __init__(self, channels: int = 5, groups: int = 1) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 4)
-        self.image = nn.Conv2d(4, 5, 2)
-        self.body = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.image = nn.Conv2d(4, channels, 2, groups=groups)
+        self.body = nn.Sequential(nn.Linear(channels, 6), nn.Tanh(), nn.Linear(6, 6))
         self.norm = nn.LayerNorm(6)
         self.head = nn.Linear(6, 3, bias=False)
 
@@ -111,13 +114,13 @@ class Trained(NamedTuple):
     memory: dict[str, int]
 
 
-def net(dtype: torch.dtype = torch.float64) -> Net:
+def net(dtype: torch.dtype = torch.float64, **sizes: int) -> Net:
     torch.manual_seed(0)
-    return Net().to(dtype)
+    return Net(**sizes).to(dtype)
 
 
-def sharded(plan: Plan, dtype: torch.dtype = torch.float64) -> Net:
-    model = net(dtype)
+def sharded(plan: Plan, dtype: torch.dtype = torch.float64, **sizes: int) -> Net:
+    model = net(dtype, **sizes)
     for part in plan.parts(model):
         fully_shard(part, mesh=mesh_of(plan.mesh), **plan.shard)
     return model
@@ -238,27 +241,10 @@ def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer, method):
     check(Plan((2,), parts, optimizer, {"compute_method": method}))
 
 
-class Grouped(nn.Module):
-    """A grouped convolution: shards of its weight have parts of several blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 4)
-        self.image = nn.Conv2d(4, 6, 2, groups=2)
-        self.body = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens).mT.unflatten(2, (3, 3))
-        return self.head(self.body(self.image(x).tanh().mean((2, 3))))
-
-
 def train_grouped(plan: Plan) -> tuple[dict[str, Tensor], int]:
     """On ranks, or alone; return parameters, and how many blocks the convolution has."""
-    torch.manual_seed(0)
-    model = Grouped().double()
-    for part in (model.image, model.body, model) if dist.is_initialized() else ():
-        fully_shard(part, mesh=mesh_of(plan.mesh))
+    sizes = {"channels": 6, "groups": 2}
+    model = sharded(plan, **sizes) if dist.is_initialized() else net(**sizes)
     opt = optimizer(plan, model)
     learn(plan, model, opt, range(STEPS))
     return full_values(model), opt.preconditioner.layers["image"].blocks
@@ -387,14 +373,12 @@ def test_parameters_that_are_kept_in_half_precision(method, optimizer):
 # ---- what fits no sharding ----
 
 
-class Attentive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 3)
+def attentive() -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return m.head(m.attention(x, x, x, need_weights=False)[0])
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.attention(x, x, x, need_weights=False)[0])
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    return Body(use, attention=attention, head=nn.Linear(4, 3))
 
 
 def refused(options: dict[str, Any]) -> str:
@@ -432,13 +416,11 @@ def divided() -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
         return parallelize_module(model, mesh_of((2,)), ways)
 
     def stepped(model: nn.Module, opt: torch.optim.Optimizer) -> list[Tensor]:
-        model(torch.ones(5, 6)).square().mean().backward()
-        opt.step()
+        descend(opt, model(torch.ones(5, 6)).square().mean())
         return [p.to_local().clone() for p in model.parameters() if isinstance(p, DTensor)]
 
     ours, plain = parallel(), parallel()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the parameters that are left; rank 0 alone warns
+    with warnings_as("ignore"):  # of the parameters that are left; rank 0 alone warns
         opt = KFACSGD(ours, lr=0.1)
     weights = stepped(ours, opt), stepped(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     left = {name: why for name, (_, why) in opt.preconditioner.coverage().left.items()}
@@ -464,27 +446,23 @@ def taught(
     model, spread = make().double(), dist.is_initialized()
     if spread:
         fully_shard(model, mesh=mesh_of(plan.mesh))
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         opt = optimizer(plan, model, staggered=False, **options)
         for i in range(STEPS):
             generator = torch.Generator().manual_seed(i)
             x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
             if spread:
                 x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
-            opt.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            opt.step()
-    texts = "\n".join(str(w.message) for w in record)
-    return full_values(model), list(opt.preconditioner.coverage().left), texts
+            descend(opt, F.mse_loss(model(x), y))
+    return full_values(model), list(opt.preconditioner.coverage().left), "\n".join(texts)
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_sharded_attention_is_left_to_the_base(method, sharing):
     plan = Plan(options={"compute_method": method, "weight_sharing": sharing})
-    expected, *_ = taught(plan, Attentive, (4, 3), skip_layers="attention")
-    results = run(2, taught, plan, Attentive, (4, 3))
+    expected, *_ = taught(plan, attentive, (4, 3), skip_layers="attention")
+    results = run(2, taught, plan, attentive, (4, 3))
     for parameters, *_ in results:
         assert error(parameters, expected) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
@@ -510,15 +488,9 @@ def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
         assert error(parameters, expected) < 1e-9
 
 
-class Product(nn.Module):
-    """A linear layer without a bias, whose weight is stored the other way round."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(0.5 * torch.randn(inputs, outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.matrix
+def product(inputs: int, outputs: int) -> nn.Module:
+    """Return a linear layer without a bias, whose weight is stored the other way round."""
+    return Body(lambda m, x: x @ m.matrix, matrix=0.5 * torch.randn(inputs, outputs))
 
 
 class Text(nn.Module):
@@ -528,7 +500,7 @@ class Text(nn.Module):
         super().__init__()
         self.words = nn.Embedding(8, 4)
         self.places = nn.Parameter(0.5 * torch.randn(6, 4))
-        wide = [nn.Sequential(Product(4, 8), nn.Tanh(), Product(8, 4)) for _ in range(2)]
+        wide = [nn.Sequential(product(4, 8), nn.Tanh(), product(8, 4)) for _ in range(2)]
         self.blocks = nn.ModuleList(wide)
         self.experts = nn.Parameter(0.5 * torch.randn(2, 4, 4)) if experts else None
         if registered:
@@ -560,9 +532,7 @@ def reads_text(
     for i in range(STEPS):
         tokens = torch.randint(8, (8, 6), generator=torch.Generator().manual_seed(i))
         part = tokens.chunk(2)[dist.get_rank()]
-        opt.zero_grad()
-        F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()))
     report = opt.preconditioner.coverage()
     assert report.elsewhere == {}
     return full_values(model), report.share
@@ -630,8 +600,7 @@ def resumes(plan: Plan, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor
         dist.broadcast_object_list(things, src=0)
     else:
         things = [copy.deepcopy([model.state_dict(), opt.state_dict()])]
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings("factors") as texts:
         if full:
             how = StateDictOptions(full_state_dict=True)
             set_model_state_dict(other, things[0][0], options=how)
@@ -642,7 +611,6 @@ def resumes(plan: Plan, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor
     for own, steps in ((model, opt), (other, fresh)):
         learn(plan, own, steps, range(4, STEPS))
     check_placements(other, fresh)
-    texts = [str(w.message) for w in record if "factors" in str(w.message)]
     return full_values(other), full_values(model), texts
 
 
@@ -712,12 +680,11 @@ def loads(plan: Plan, how: dict[str, Any], path: str) -> tuple[dict[str, Tensor]
     }
     dcp.load(loaded, checkpoint_id=path)
     model.load_state_dict(loaded["model"])
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings("factors") as texts:
         set_optimizer_state_dict(model, opt, loaded["optimizer"], options=options)
     learn(plan, model, opt, range(4, STEPS))
     check_placements(model, opt)
-    return full_values(model), [str(w.message) for w in record if "factors" in str(w.message)]
+    return full_values(model), texts
 
 
 @pytest.mark.parametrize(

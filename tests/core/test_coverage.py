@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -13,9 +12,11 @@ from torch.nn.utils import parametrizations, prune
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.layers import SCALES, base
+from tests.layers.test_uses import loss_of
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import backward, network, train
+from tests.support.training import backward, network, train, warnings_as
 from tests.support.watch import (
+    Body,
     assert_close,
     assert_factors,
     exact,
@@ -37,19 +38,13 @@ class Other(nn.Bilinear):
         return super().forward(x, x)
 
 
-def loss_of(out: Tensor) -> Tensor:
-    return (out - 0.3).square().sum() / len(out)
-
-
 def quiet(model: nn.Module, **options) -> KFACSGD:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         return exact(model, **options)
 
 
 def default(model: nn.Module) -> KFACSGD:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         return KFACSGD(model, lr=0.1)
 
 
@@ -202,18 +197,16 @@ def test_side_wider_than_max_factor_size_is_diagonal(limit, wanted):
 # ---------------------------------------------------------------- what is not, and who says so
 
 
-class Mixed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.other = Other()
-        self.prelu = nn.PReLU()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.norm = nn.LayerNorm(3, elementwise_affine=False)
-        self.out = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.norm(self.prelu(self.other(self.layer(x)))) * self.scale)
+def mixed() -> nn.Module:
+    return Body(
+        lambda m, x: m.out(m.norm(m.prelu(m.other(m.layer(x)))) * m.scale),
+        layer=nn.Linear(3, 3),
+        other=Other(),
+        prelu=nn.PReLU(),
+        scale=torch.tensor(1.5),
+        norm=nn.LayerNorm(3, elementwise_affine=False),
+        out=nn.Linear(3, 2),
+    )
 
 
 UNCOVERED = ["other.weight", "prelu.weight", "scale"]
@@ -221,7 +214,7 @@ UNCOVERED = ["other.weight", "prelu.weight", "scale"]
 
 @pytest.mark.parametrize("skipped", [[], ["^layer$"]])
 def test_parameters_left_or_skipped_get_their_raw_gradient(skipped):
-    net = seeded(Mixed)
+    net = seeded(mixed)
     opt = noisy(net, kl_clip=1e-8, skip_layers=skipped)  # the clip is for covered layers
     gradients, steps = stepped(net, opt, normal(5, 3))
     raw = [*UNCOVERED, *(["layer.weight", "layer.bias"] if skipped else [])]
@@ -305,20 +298,13 @@ def test_a_scripted_function_in_a_watched_forward_is_a_use_that_nobody_knows():
     def product(x: Tensor, w: Tensor) -> Tensor:
         return x @ w
 
-    class Scripted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.eye(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return product(x, self.w)
-
-    net = nn.Sequential(Scripted(), nn.Linear(4, 40)).double()
+    scripted = Body(lambda m, x: product(x, m.w), w=torch.eye(4))
+    net = nn.Sequential(scripted, nn.Linear(4, 40)).double()
     opt = exact(net)
     for i in range(6):
         gradients, steps = stepped(net, opt, normal(6, 4, seed=i))
         assert_close(steps["0.w"], gradients["0.w"], 1e-12)
-    assert "Scripted uses it in a way" in opt.preconditioner.coverage().left["0.w"].reason
+    assert "Body uses it in a way" in opt.preconditioner.coverage().left["0.w"].reason
 
 
 def test_subclass_is_covered_by_the_calls_that_its_forward_makes():
@@ -327,16 +313,8 @@ def test_subclass_is_covered_by_the_calls_that_its_forward_makes():
 
 
 def test_parameters_of_the_models_own():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positions, self.shift = (nn.Parameter(torch.zeros(s, 3)) for s in (4, 1))
-            self.head = nn.Linear(3, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(x + self.positions + self.shift)
-
-    opt = quiet(Model())
+    parts = {"positions": torch.zeros(4, 3), "shift": torch.zeros(1, 3), "head": nn.Linear(3, 2)}
+    opt = quiet(Body(lambda m, x: m.head(x + m.positions + m.shift), **parts))
     assert sides(opt) == {"positions": (1, 3, 4), "head": (1, 4, 2)}
     assert opt.preconditioner.uncovered == {"shift": SCALES}
 
@@ -381,14 +359,6 @@ def test_papers_normalization_covers_what_the_papers_cover():
 # ---------------------------------------------------------------- skip_layers
 
 
-class Nested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 1))
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.head = nn.Linear(3, 2)
-
-
 @pytest.mark.parametrize(
     ("patterns", "left"),
     [
@@ -402,7 +372,9 @@ class Nested(nn.Module):
     ],
 )
 def test_skip_layers(patterns, left):
-    opt = quiet(Nested(), skip_layers=patterns)
+    body = nn.Sequential(nn.Linear(3, 3), nn.Conv1d(3, 3, 1))
+    parts = {"body": body, "attention": nn.MultiheadAttention(4, 2), "head": nn.Linear(3, 2)}
+    opt = quiet(nn.ModuleDict(parts), skip_layers=patterns)
     assert set(opt.preconditioner.layers) == left
     assert not opt.preconditioner.uncovered  # the user knows
     assert opt.preconditioner.skipped

@@ -52,6 +52,7 @@ from tests.support.cluster import (
     values,
 )
 from tests.support.ranks import CAN_SHARD, run
+from tests.support.training import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -668,9 +669,7 @@ def halves(options: dict[str, Any]) -> dict[str, Tensor]:
     opt = KFACSGD(wrapped, **STEPS, process_group=group, **options)
     for step in range(6 - half):  # nor do they take as many steps
         x, y = (t.chunk(2)[rank % 2] for t in batch(name, step, 2 * ROWS))
-        opt.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(wrapped(x), y))
     return values(model)
 
 

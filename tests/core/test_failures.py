@@ -30,7 +30,7 @@ from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import products
 from tests.support.cluster import average, weights
 from tests.support.ranks import fresh, run
-from tests.support.training import ANEW
+from tests.support.training import ANEW, recorded_warnings, warnings_as
 
 # In the error of a rank that waited for others until its group's time-out, or that they left.
 LOST = re.compile("lost other ranks|Timed out|Connection closed")
@@ -82,8 +82,7 @@ def attempt(model: nn.Module, work: Callable[[], object], healthy: bool = True) 
     """Do ``work``; afterwards, where the group is ``healthy``, the ranks must still be in step."""
     before = weights(model)
     error = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         try:
             work()
         except Exception as problem:
@@ -92,7 +91,7 @@ def attempt(model: nn.Module, work: Callable[[], object], healthy: bool = True) 
         together()
     after = weights(model)
     moved = any(not same(a, b) for a, b in zip(before, after, strict=True))
-    return Ended(after, moved, error, "\n".join(str(w.message) for w in caught))
+    return Ended(after, moved, error, "\n".join(texts))
 
 
 def together() -> None:
@@ -819,8 +818,7 @@ def other_share() -> str | None:
     model = net()
     opt = optimizer(model, assignment="layer-wise")
     saved = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         for i in range(2):
             learn(model, opt, i)
             saved.append(copy.deepcopy(opt.state_dict()))
@@ -837,8 +835,7 @@ def stale() -> bool:
     """A state that was gathered before a load is not what is saved after it."""
     model = net()
     opt = optimizer(model, assignment="layer-wise", factor_update_steps=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         learn(model, opt, 0)
         opt.consolidate_state_dict(to=0)
         first = copy.deepcopy(opt.state_dict())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
+from tests.support.training import descend
 from tests.support.watch import (
     Watch,
     assert_close,
@@ -92,9 +93,7 @@ def test_parameters_laid_out_in_any_way(how):
     for net in (plain, last):
         opt = KFACSGD(net, lr=0.1, momentum=0.9, **how)
         for _ in range(2):
-            opt.zero_grad()
-            net(normal(3, 4, 5, 5)).square().sum((1, 2, 3)).mean().backward()
-            opt.step()
+            descend(opt, net(normal(3, 4, 5, 5)).square().sum((1, 2, 3)).mean())
     assert not last[0].weight.is_contiguous()
     for name, p in last.named_parameters():
         assert not torch.equal(p, before[name][0]) and p.stride() == before[name][1]
@@ -138,7 +137,5 @@ def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, method, spike):
     for i in range(12):
         x = torch.randn(8, 20)
         x[:, :5] = 0
-        opt.zero_grad()
-        (model(x).square().mean() * (spike if i == 3 else 1)).backward()
-        opt.step()
+        descend(opt, model(x).square().mean() * (spike if i == 3 else 1))
     assert all(p.abs().max() < 2 for p in model.parameters())

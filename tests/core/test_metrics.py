@@ -10,16 +10,13 @@ from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from tests.support.ranks import run
-from tests.support.training import backward, network
+from tests.support.training import network, train
 
 
 def trained(steps: int, cls: type = KFACAdam, **options: Any):
     model = network()
     opt = cls(model, lr=1e-3, **options)
-    for i in range(steps):
-        opt.zero_grad()
-        backward(model, i)
-        opt.step()
+    train(model, opt, range(steps))
     return opt.preconditioner
 
 
@@ -79,8 +76,7 @@ def test_a_loaded_state_has_its_measures_before_a_step(method):
     options = {"lr": 1e-3, "compute_method": method}
     model, other = network(), network()
     opt, fresh = KFACAdam(model, **options), KFACAdam(other, **options)
-    backward(model, 0)
-    opt.step()
+    train(model, opt, [0])
     fresh.load_state_dict(opt.state_dict())
     (name,) = {"residual_max", "condition_max"} & opt.preconditioner.metrics(wait=True).keys()
     found, wanted = (x.preconditioner.metrics(wait=True)[name] for x in (fresh, opt))
@@ -99,9 +95,8 @@ def test_conditions_are_of_factors_with_the_damping():
     assert found["condition_mean"] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
     assert 0 < found["clip"] <= 1
     assert trained(1, KFACSGD, compute_method="eigen", kl_clip=1e9).metrics(wait=True)["clip"] == 1
-    assert "clip" not in trained(1, KFACSGD, compute_method="eigen", kl_clip=None).metrics(
-        wait=True
-    )
+    off = trained(1, KFACSGD, compute_method="eigen", kl_clip=None)
+    assert "clip" not in off.metrics(wait=True)
 
 
 @pytest.mark.filterwarnings("ignore:statistics that were not finite")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -36,12 +37,17 @@ class Net(nn.Module):
         return self.head(self.norm(self.body(self.conv(x).flatten(2).mean(1)).tanh()))
 
 
-def learn(model: nn.Module, opt: Any, step: int, batches: int = 1) -> None:
+def learn(
+    model: nn.Module, opt: Any, step: int, batches: int = 1, leaves: Sequence[Tensor] = ()
+) -> None:
+    """Take a step, in which ``leaves`` have no gradient."""
     generator = torch.Generator().manual_seed(step)
     opt.zero_grad()
     for _ in range(batches):
         x = torch.randn(6, 2, 6, 6, generator=generator, dtype=torch.float64)
         model(x).square().mean().backward()
+    for p in leaves:
+        p.grad = None
     opt.step()
 
 
@@ -175,13 +181,7 @@ def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
         return [local(x).clone() if is_sharded(x) else x.clone() for x in tensors]
 
     before = held()
-    generator = torch.Generator().manual_seed(2)
-    opt.zero_grad()
-    x = torch.randn(6, 2, 6, 6, generator=generator, dtype=torch.float64)
-    model(x).square().mean().backward()
-    for p in resting:
-        p.grad = None
-    opt.step()
+    learn(model, opt, 2, leaves=resting)
     assert_same(held(), before)
     return len(before)
 

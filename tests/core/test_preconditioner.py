@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import products
+from tests.capture.test_capture import loss_of
 from tests.support import groups, training
 from tests.support.branches import Branches
 from tests.support.cluster import average, rank, share, taken_by, weights, world
@@ -28,10 +28,14 @@ from tests.support.training import (
     as_on_a_gpu,
     assert_near,
     assert_same,
+    descend,
     early,
     factors,
+    recorded_warnings,
+    warnings_as,
 )
 from tests.support.watch import (
+    Body,
     Watch,
     assert_factors,
     exact,
@@ -130,52 +134,41 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 # ---- passes through the model ----
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, middle, last = self.model[0], self.model[2], self.model[4]
+def twice() -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        first, middle, last = m.model[0], m.model[2], m.model[4]
         return last(torch.tanh(middle(torch.tanh(middle(torch.tanh(first(x)))))))
 
+    return Body(use, model=net())
 
-class Crossed(nn.Module):
-    """Every other rank runs its branches the other way round."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right, self.last = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 3)
-        self.double()
+def crossed() -> nn.Module:
+    """Return a model of which every other rank runs the branches the other way round."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        branches = [self.left, self.right]
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        branches = [m.left, m.right]
         if rank() % 2:
             branches.reverse()
         first, second = (torch.tanh(branch(x)) for branch in branches)
-        return self.last(first * second)
+        return m.last(first * second)
+
+    parts = {"left": (4, 6), "right": (4, 6), "last": (6, 3)}
+    return seeded(lambda: Body(use, **{name: nn.Linear(*sizes) for name, sizes in parts.items()}))
 
 
-class Checkpointed(nn.Module):
-    reentrant = False
+def checkpointed(reentrant: bool) -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(m.model[0](x))
+        return m.model[4](checkpoint(m.model[2:4], x, use_reentrant=reentrant))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.model[0](x))
-        x = checkpoint(self.model[2:4], x, use_reentrant=self.reentrant)
-        return self.model[4](x)
+    return Body(use, model=net())
 
 
-class Reentrant(Checkpointed):
-    reentrant = True
+MAKES = [twice, crossed, *(functools.partial(checkpointed, way) for way in (False, True))]
 
 
 @every_strategy
-@pytest.mark.parametrize("make", [Twice, Crossed, Checkpointed, Reentrant])
+@pytest.mark.parametrize("make", MAKES, ids=["twice", "crossed", "checkpointed", "reentrant"])
 def test_layers_that_are_called_otherwise_than_once_in_order(make: Any, strategy: str) -> None:
     compare(trains, strategy, make=make)
 
@@ -267,38 +260,25 @@ def asks_for_its_state(model: nn.Module, opt: Any, i: int) -> None:
 # ---- layers that a step does not use ----
 
 
-def loss_of(out: Tensor) -> Tensor:
-    """Neither linear nor symmetric in its entries; averages the examples."""
-    scale = torch.linspace(0.5, 2.0, out[0].numel(), dtype=out.dtype).view_as(out[0])
-    return (scale * (out - 0.3).square()).sum() / len(out)
-
-
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_layer_unused_in_this_batch(method):
     net = seeded(Branches)
     opt = exact(net, factor_update_steps=1, inv_update_steps=1, compute_method=method)
     x = normal(6, 6)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         # Branch b appears in the second step for the first time, unused in the first.
         for way in ("a", "b"):
-            opt.zero_grad()
-            loss_of(net(x, way)).backward()
-            opt.step()
+            descend(opt, loss_of(net(x, way)))
         before = factors(opt)["a"]
         a, b = (x.weight.detach().clone() for x in (net.a, net.b))
-        opt.zero_grad()
-        loss_of(net(x, "b")).backward()
-        opt.step()
+        descend(opt, loss_of(net(x, "b")))
     assert torch.equal(net.a.weight, a) and not torch.equal(net.b.weight, b)
     assert_same(opt.preconditioner.factors("a"), before)
     # Back in use, its average weighs its own two batches only.
     twin = copy.deepcopy(net)
     watch = Watch(twin, "a")
     loss_of(twin(2 * x, "a")).backward()
-    opt.zero_grad()
-    loss_of(net(2 * x, "a")).backward()
-    opt.step()
+    descend(opt, loss_of(net(2 * x, "a")))
     new = factors_of(*rows_of(twin.a, watch.trained("a")), 6.0)
     share = 0.05 / (1 - 0.95**2)
     expected = tuple(old + share * (n - old) for old, n in zip(before, new, strict=True))
@@ -313,8 +293,7 @@ def test_layer_unused_in_this_batch_with_a_zero_gradient():
     opt.step()
     before, older = net.b.weight.detach().clone(), factors(opt)["b"]
     opt.zero_grad(set_to_none=False)
-    loss_of(net(x, "a")).backward()
-    opt.step()
+    descend(opt, loss_of(net(x, "a")))
     assert torch.equal(net.b.weight, before)
     assert_same(opt.preconditioner.factors("b"), older)
 
@@ -332,9 +311,7 @@ def without_rows(options: dict[str, Any]) -> list[Tensor]:
             count = world() - 1
             parts = [*zip(x.chunk(count), y.chunk(count), strict=True), (x[:0], y[:0])]
             x, y = parts[rank()]
-        opt.zero_grad()
-        ((model(x) - y).square().sum() * world() / (ROWS * 3)).backward()
-        opt.step()
+        descend(opt, (model(x) - y).square().sum() * world() / (ROWS * 3))
     return weights(model)
 
 
@@ -451,10 +428,9 @@ def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[lis
         opt = optimizer(model, **INVERSES, staggered=False, **options)
         for i in range(8):
             left = attempts if i == 4 else left
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with recorded_warnings("failed") as texts:
                 learn(model, opt, i)
-            said.append([str(w.message) for w in caught if "failed" in str(w.message)])
+            said.append(texts)
             inverse = groups.state(opt, "0", "a").get("inverse")
             states.append(None if inverse is None else inverse.clone())
     return [*states, weights(model)], said

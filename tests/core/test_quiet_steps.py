@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.cluster import assert_alike, average, batch, error, network
+from tests.support.cluster import assert_alike, average, batch, error, network, share
 from tests.support.ranks import run
 from tests.support.training import values
 
@@ -24,7 +24,6 @@ def passes(cls: Any, first: int, parts: int, alone: str, steps: int) -> tuple[An
     One of ``parts`` of the examples goes through the branch. Return weights, and the steps in which
     the branch gathered.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     model = network("branched")
     opt = cls(model, lr=0.01)
     gathered = []
@@ -32,12 +31,10 @@ def passes(cls: Any, first: int, parts: int, alone: str, steps: int) -> tuple[An
         used = step % 10 == first if alone else step >= first
         x, y = batch("branched", step, ROWS)
         through = torch.arange(ROWS) >= (ROWS - ROWS // parts if used else ROWS)
-        if ranks > 1:
-            x, y, through = (t.chunk(ranks)[dist.get_rank()] for t in (x, y, through))
+        x, y, through = share(x, y, through)
         opt.zero_grad()
         F.cross_entropy(model(x, through), y).backward()
-        if ranks > 1:
-            average(p for n, p in model.named_parameters() if used or "branch" not in n)
+        average(p for n, p in model.named_parameters() if used or "branch" not in n)
         opt.step()
         if "branch" in opt.preconditioner.work.average:
             gathered.append(step)

@@ -28,9 +28,9 @@ from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import EARLY
 from tests.optim.test_checkpoint import quietly_load
 from tests.support import groups
-from tests.support.cluster import rank, taken_by, weights, world
+from tests.support.cluster import kept, rank, taken_by, weights, world
 from tests.support.ranks import run
-from tests.support.training import assert_near, assert_same
+from tests.support.training import assert_near, assert_same, descend, recorded_warnings, warnings_as
 
 ROWS = 48  # of a batch, over all ranks: as many for each of 2, 3 or 4
 # A stop after three steps is within both intervals, and half way through the layers' turns.
@@ -99,8 +99,7 @@ def learn(model: nn.Module, opt: Any, steps: range) -> list[float]:
 
 def quiet_state(opt: Any) -> dict[str, Any]:
     """A state dict that must not warn."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         return opt.state_dict()
 
 
@@ -149,9 +148,8 @@ def takes_shares(plan: Plan) -> Shares:
         for (name, side), average in groups.averages(opt).items()
     }
     received = dict(kfac.ranks.received)
-    found, texts = [], []
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    found = []
+    with recorded_warnings() as texts:
         # One rank after the other, each alone: an exchange would not find the others.
         for turn in range(world()):
             if rank() == turn:
@@ -159,7 +157,6 @@ def takes_shares(plan: Plan) -> Shares:
                 assert averages(opt.state_dict()) == found[-1]
             dist.barrier()
     assert dict(kfac.ranks.received) == received
-    texts += [str(w.message) for w in record]
     opt.consolidate_state_dict(to=1)
     state = quiet_state(opt)
     found.append(averages(state))
@@ -291,8 +288,7 @@ def interrupted(plan: Plan, path: str, at: int, save_model: int) -> list[Tensor]
 
 
 def shares(opt: Any) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "state_dict")
+    with warnings_as("ignore"):
         return opt.state_dict()
 
 
@@ -407,10 +403,6 @@ class Loaded(NamedTuple):
     weights: list[Tensor]
 
 
-def averages_of(opt: Any) -> dict[tuple[str, str], Tensor]:
-    return {key: average.clone() for key, average in groups.averages(opt).items()}
-
-
 def loads_one_share(
     plan: Plan, path: str, paused: bool
 ) -> tuple[Loaded, list[dict[tuple[str, str], Tensor]]]:
@@ -424,8 +416,7 @@ def loads_one_share(
     saved = torch.load(path, weights_only=True)
     other, target = pair(plan)
     other.load_state_dict(saved["model"])
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         target.load_state_dict(saved["optimizer"])
     fed = [{layer.name for layer in target.preconditioner.registry.with_average}]
     # What some ranks lack is lacking on all of them, also while nothing is gathered; else the ranks
@@ -439,9 +430,8 @@ def loads_one_share(
     for one, its in ((other, target), (model, opt), (begun, new)):
         learn(one, its, range(4, 5))
     fed.append({layer.name for layer in target.preconditioner.registry.with_average})
-    texts = [str(w.message) for w in record]
-    loaded = Loaded(texts, fed, averages_of(target), weights(other))
-    return loaded, [averages_of(opt), averages_of(new)]
+    loaded = Loaded(texts, fed, kept(target), weights(other))
+    return loaded, [kept(opt), kept(new)]
 
 
 @pytest.mark.parametrize("spread", [{"assignment": "layer-wise"}, {"assignment": "opt"}])
@@ -682,11 +672,10 @@ def turns_to(before: Plan, after: Plan) -> tuple[list[str], list[Tensor], list[T
     state = whole_state(opt)
     other, target = pair(after)
     other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         target.load_state_dict(state)
     learn(other, target, range(3, 6))
-    return [str(w.message) for w in record], weights(other), weights(model)
+    return texts, weights(other), weights(model)
 
 
 @every_share
@@ -708,8 +697,7 @@ def saves_with_dcp(plan: Plan, flatten: bool, path: str) -> None:
     model, opt = pair(plan)
     learn(model, opt, range(3))
     how = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+    with warnings_as("ignore"):
         state = get_optimizer_state_dict(model, opt, options=how)
     dcp.save({"model": model.state_dict(), "optimizer": state}, checkpoint_id=path)
 
@@ -718,8 +706,7 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
     model, opt = pair(plan)
     before = weights(model)
     how = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+    with warnings_as("ignore"):
         template = get_optimizer_state_dict(model, opt, options=how)
     # It steps once, with zero gradients and lr 0.
     assert_same(weights(model), before)
@@ -727,10 +714,8 @@ def loads_with_dcp(plan: Plan, flatten: bool, path: str) -> Any:
     loaded = {"model": model.state_dict(), "optimizer": template}
     dcp.load(loaded, checkpoint_id=path)
     model.load_state_dict(loaded["model"])
-    with warnings.catch_warnings(record=True) as record:
-        warnings.simplefilter("always")
+    with recorded_warnings("factors") as texts:
         set_optimizer_state_dict(model, opt, loaded["optimizer"], options=how)
-    texts = [str(w.message) for w in record if "factors" in str(w.message)]
     losses = learn(model, opt, range(3, 9))
     return losses, weights(model), texts
 
@@ -759,8 +744,7 @@ def full_state(plan: Plan, broadcast: bool) -> Any:
     learn(model, opt, range(3))
     opt.consolidate_state_dict(to=0)
     how = StateDictOptions(full_state_dict=True)  # torch sets no flattened full state
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "state_dict", UserWarning)
+    with warnings_as("ignore"):
         state = copy.deepcopy(get_optimizer_state_dict(model, opt, options=how))
     things = [[model.state_dict(), state] if rank() == 0 else None]
     dist.broadcast_object_list(things, src=0)
@@ -799,11 +783,8 @@ def frozen_of_one_rank(names: tuple[str, ...], lacks: bool) -> tuple[list[Tensor
 
     def learn_alike(net: nn.Module, optimizer: Any, steps: range) -> None:
         for i in steps:  # the whole batch on each rank, so that no gradient is missing
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(i)
-            x = torch.randint(9, (ROWS,), generator=generator)
-            F.mse_loss(net(x), torch.zeros(ROWS, 6, dtype=torch.float64)).backward()
-            optimizer.step()
+            x = torch.randint(9, (ROWS,), generator=torch.Generator().manual_seed(i))
+            descend(optimizer, net(x).square().mean())
 
     learn_alike(model, opt, range(2))
     require(model, False)
@@ -818,8 +799,7 @@ def frozen_of_one_rank(names: tuple[str, ...], lacks: bool) -> tuple[list[Tensor
     other, fresh = pair(Plan(seed=5))
     require(other, False)
     other.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings_as("ignore"):
         fresh.load_state_dict(state)
     for steps in (range(4, 6), range(6, 8)):
         for one, its in ((model, opt), (other, fresh)):

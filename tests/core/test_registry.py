@@ -48,9 +48,7 @@ def test_weight_and_bias_in_groups_that_differ(name, values):
     opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
     opt.param_groups[1]["lr"] = 0.05
     opt.param_groups[1]["weight_decay"] = 0.1
-    opt.zero_grad()
-    backward(model, 0)
-    opt.step()
+    train(model, opt, [0])
 
 
 def test_an_added_bias_has_the_scheduled_values_of_its_step():

@@ -15,12 +15,13 @@ from torch import nn
 from kaisa_optim.core.options import OPTIONS, SETTABLE, Hyperparameters
 from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.core.reports import Answers
-from tests.core.test_coverage import UNCOVERED, Mixed, quiet
+from tests.core.test_coverage import UNCOVERED, mixed, quiet
+from tests.support.training import warnings_as
 from tests.support.watch import exact, seeded
 
 
 def test_one_notice_lists_what_is_not_covered():
-    net = seeded(Mixed)
+    net = seeded(mixed)
     with pytest.warns(UserWarning) as caught:
         opt = exact(net)
     (notice,) = [str(w.message) for w in caught]
@@ -33,9 +34,8 @@ def test_one_notice_lists_what_is_not_covered():
 
 
 def test_repr_always_lists_what_is_not_covered():
-    net = seeded(Mixed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    net = seeded(mixed)
+    with warnings_as("ignore"):
         opt = exact(net, skip_layers=["^out$"])
         rounding = exact(net, statistics_precision="medium")
     text = repr(opt.preconditioner)
@@ -135,7 +135,7 @@ def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
 
 
 def test_coverage_as_data_and_in_one_line(caplog):
-    net = seeded(Mixed)
+    net = seeded(mixed)
     with caplog.at_level("INFO", logger="kaisa_optim"), pytest.warns(UserWarning) as caught:
         opt = exact(net, skip_layers=["^out$"])
     report = opt.preconditioner.coverage()

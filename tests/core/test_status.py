@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -18,8 +17,8 @@ from kaisa_optim import KFACSGD
 from tests.support import branches, training
 from tests.support.branches import Branches, gathering, output_factor
 from tests.support.ranks import run
-from tests.support.training import ANEW, early, network
-from tests.support.watch import normal
+from tests.support.training import ANEW, early, network, warnings_as
+from tests.support.watch import Body, normal
 
 EIGEN = {"compute_method": "eigen"}
 
@@ -123,24 +122,16 @@ def test_what_is_not_seen_for_long_is_waited_for_in_its_own_slot_alone():
     assert "b" not in missed(opt)
 
 
-class Beside(nn.Module):
-    """Three layers, or a parameter of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
-        self.own = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor, covered: bool) -> Tensor:
-        return sum(layer(x) for layer in self.layers) if covered else self.own * x[:, :3]
-
-
 @pytest.mark.parametrize("length", [3, 5, 7])
 def test_steps_beside_the_covered_layers_count_in_turns_alone(length):
     """A layer that is overdue is asked in each step: those without a pass are no fault."""
-    model = Beside()
-    with warnings.catch_warnings(), early(5, 25):
-        warnings.simplefilter("ignore")
+
+    def use(m: nn.Module, x: Tensor, covered: bool) -> Tensor:
+        return sum(layer(x) for layer in m.layers) if covered else m.own * x[:, :3]
+
+    layers = nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+    model = Body(use, layers=layers, own=torch.ones(3))
+    with warnings_as("ignore"), early(5, 25):
         opt = KFACSGD(model, lr=0.01, factor_update_steps=10)
     gathered = dict.fromkeys(opt.preconditioner.layers, 0)
     for i in range(60):
@@ -161,8 +152,7 @@ def test_a_layer_that_is_no_longer_seen_is_named():
     plain = model.a.weight, model.a.bias
     del model._modules["a"]
     object.__setattr__(model, "a", lambda x: nn.functional.linear(x, *plain))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         train(model, opt, range(3, 22), 1000)
     with pytest.warns(
         UserWarning, match="layer 'a' has had a gradient in 20 gathering steps.* older facto"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from kaisa_optim import KFACSGD
 from tests.curvature.test_refresh import ALWAYS
 from tests.support.training import assert_same, difference, factors, network, train, values
+from tests.support.watch import Body
 
 
 @pytest.mark.parametrize(
@@ -29,19 +30,6 @@ def test_a_model_moved_to_another_dtype_keeps_its_factors(dtype, kept):
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-class Zoo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(11, 4)
-        self.conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x).mT
-        return self.head(self.conv(x).mean(2))
-
-
 ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
     "words": (1, (11, True), 4),
     "conv": (2, (2 * 3 + 1, False), 3),
@@ -52,7 +40,9 @@ ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
 @pytest.mark.parametrize("method", ALWAYS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_memory_usage_adds_up_to_the_byte(method, dtype):
-    model = Zoo()
+    conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
+    parts = {"words": nn.Embedding(11, 4), "conv": conv, "head": nn.Linear(6, 3)}
+    model = Body(lambda m, x: m.head(m.conv(m.words(x).mT).mean(2)), **parts)
     opt = KFACSGD(model, lr=0.1, inv_dtype=dtype, **ALWAYS[method])
     kfac = opt.preconditioner
 

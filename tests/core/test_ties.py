@@ -11,21 +11,24 @@ from torch import Tensor, nn
 
 from kaisa_optim.layers import SCALES
 from tests.layers.test_uses import headed, loss_of, stepped
-from tests.support.watch import assert_close, exact, normal, seeded, solved, taken
+from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
 
 
 class Tied(nn.Module):
-    """A table that is the head's weight, too."""
+    """A table that is the head's weight, too: by registration, or in the forward's code alone."""
 
-    def __init__(self, words: int = 7, width: int = 3, *, bias: bool = False) -> None:
+    def __init__(self, *, bias: bool = False, registered: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.body = nn.Linear(width, width)
-        self.head = nn.Linear(width, words, bias=bias)
-        self.head.weight = self.words.weight
+        self.words = nn.Embedding(7, 3)
+        self.body = nn.Linear(3, 3)
+        if registered:
+            self.head = nn.Linear(3, 7, bias=bias)
+            self.head.weight = self.words.weight
+        self.registered = registered
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(self.words(x)).tanh())
+        hidden = self.body(self.words(x)).tanh()
+        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
 
 
 def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:
@@ -86,20 +89,12 @@ def test_one_use_alone_of_a_tied_weight_is_exact(trained):
 
 
 def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
-    class Twice(nn.Module):
-        def __init__(self, layers: list[nn.Linear]) -> None:
-            super().__init__()
-            self.first, self.second = layers
-            self.second.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).tanh())
-
     x, weight, steps = normal(6, 3), normal(3, 3, seed=2), []
     one = nn.Linear(3, 3, bias=False)
-    for layers in ([one, nn.Linear(3, 3, bias=False)], [one, one]):
-        one.weight = nn.Parameter(weight.clone())
-        steps.append(stepped(headed(Twice(layers)), x)["0.first.weight"])
+    for second in (nn.Linear(3, 3, bias=False), one):
+        one.weight = second.weight = nn.Parameter(weight.clone())
+        twice = Body(lambda m, x: m.second(m.first(x).tanh()), first=one, second=second)
+        steps.append(stepped(headed(twice), x)["0.first.weight"])
     assert_close(*steps, 1e-9)
 
 

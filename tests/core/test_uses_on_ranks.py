@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -16,22 +15,16 @@ from kaisa_optim import KFACSGD, KFACAdam
 from tests.core.test_ties import Tied
 from tests.support import groups
 from tests.support.close import assert_close
-from tests.support.cluster import average
+from tests.support.cluster import average, rank, share, world
 from tests.support.ranks import run
-from tests.support.training import EVERY_STEP, assert_near, assert_same
+from tests.support.training import EVERY_STEP, assert_near, assert_same, descend
+from tests.support.watch import Body
 
 ROWS, STEPS = 12, 4
 
 
-class Turned(nn.Module):
-    """A linear layer without a bias, with its weight stored the other way round."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(width, width) / 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(x.new_zeros(4), x, self.weight)
+def turned(m: nn.Module, x: Tensor) -> Tensor:
+    return torch.addmm(x.new_zeros(4), x, m.weight)
 
 
 class Net(nn.Module):
@@ -39,7 +32,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turned = Turned(4)
+        self.turned = Body(turned, weight=torch.randn(4, 4) / 2)
         self.experts = nn.Parameter(torch.randn(3, 4, 4) / 2)
         self.scale = nn.Parameter(torch.ones(4))
         self.odd = nn.Parameter(torch.eye(2))
@@ -70,13 +63,8 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
 
 
 def learn(model: nn.Module, opt: Any, i: int) -> None:
-    x, y = batch(i)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        x, y = x.chunk(world)[rank], y.chunk(world)[rank]
-    opt.zero_grad()
-    F.mse_loss(model(x), y).backward()
-    opt.step()
+    x, y = share(*batch(i))
+    descend(opt, F.mse_loss(model(x), y))
 
 
 def optimizer(cls: Any, model: nn.Module, **options: Any) -> Any:
@@ -86,8 +74,7 @@ def optimizer(cls: Any, model: nn.Module, **options: Any) -> Any:
 
 def trained(cls: Any, options: dict[str, Any]) -> list[Tensor]:
     net = made()
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    model = DDP(net, find_unused_parameters=True) if several else net
+    model = DDP(net, find_unused_parameters=True) if world() > 1 else net
     opt = optimizer(cls, model, **options)
     for i in range(STEPS):
         learn(model, opt, i)
@@ -112,18 +99,15 @@ def tied(same: bool, options: dict[str, Any], joined: int = 1) -> list[Tensor]:
     """
     torch.manual_seed(0)
     net = Tied(bias=True).double()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    model = DDP(net) if dist.is_initialized() and dist.get_world_size() > 1 else net
+    model = DDP(net) if world() > 1 else net
     if options.get("compute_method") == "eigen":
         options = {**options, "loss_terms": 20.0 if same else "positions"}
     opt = optimizer(KFACSGD, model, **options)
     for i in range(STEPS):
-        seeds = [i] if same else [2 * i + rank + j for j in range(joined)]
+        seeds = [i] if same else [2 * i + rank() + j for j in range(joined)]
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         x = torch.cat([torch.randint(0, 7, (4, 5), generator=one) for one in generators])
-        opt.zero_grad()
-        F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(model(x).flatten(0, 1), x.roll(1, 1).flatten()))
     assert list(opt.preconditioner.coverage().left) == ["head.bias"]
     return [p.detach().clone() for p in net.parameters()]
 
@@ -139,32 +123,28 @@ def test_a_tied_weight_on_two_ranks(same, options):
     assert_near(results[0], alone, 1e-9, 1e-11)
 
 
-class Stored(nn.Module):
-    """Places, a matrix and experts stored ``[inputs, outputs]``, and a decoder that is tied."""
+def with_stored_inputs() -> nn.Module:
+    """Return places, a matrix and experts stored ``[inputs, outputs]``, and a tied decoder."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.randn(3, 4))
-        self.matrix = nn.Parameter(torch.randn(4, 5) / 2)
-        self.experts = nn.Parameter(torch.randn(3, 5, 5) / 2)
-        self.coder = nn.Linear(5, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = ((x + self.places) @ self.matrix).tanh().flatten(0, 1)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        hidden = ((x + m.places) @ m.matrix).tanh().flatten(0, 1)
         out = torch.zeros_like(hidden)
         for expert in range(3):
             (at,) = torch.where((hidden[:, 0] > 0) + 2 * (hidden[:, 1] > 1.5) == expert)
-            out = out.index_add(0, at, hidden[at] @ self.experts[expert])
-        return F.linear(self.coder(out).tanh(), self.coder.weight.T)
+            out = out.index_add(0, at, hidden[at] @ m.experts[expert])
+        return F.linear(m.coder(out).tanh(), m.coder.weight.T)
+
+    sizes = {"places": (3, 4), "matrix": (4, 5), "experts": (3, 5, 5)}
+    parameters = {name: torch.randn(size) / 2 for name, size in sizes.items()}
+    return Body(use, **parameters, coder=nn.Linear(5, 6))
 
 
 def stored(sizes: list[int], options: dict[str, Any]) -> dict[tuple[str, int], Tensor]:
     """Return this rank's factors after a step in which ranks have batches of these sizes."""
     torch.manual_seed(0)
-    net, x = Stored().double(), torch.randn(12, 3, 4, dtype=torch.float64)
-    rank = dist.get_rank() if len(sizes) > 1 else 0
+    net, x = with_stored_inputs().double(), torch.randn(12, 3, 4, dtype=torch.float64)
     opt = optimizer(KFACSGD, net, **options)
-    net(x.split(sizes)[rank]).square().mean().backward()
+    net(x.split(sizes)[rank()]).square().mean().backward()
     if len(sizes) > 1:
         average(net.parameters())
     opt.step()

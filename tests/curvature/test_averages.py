@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import ANEW, assert_same, backward, factors, network, train
-from tests.support.watch import Watch, assert_close, factors_of, normal, rows_of
+from tests.support.training import ANEW, assert_same, backward, descend, factors, network, train
+from tests.support.watch import Body, Watch, assert_close, factors_of, normal, rows_of, seeded
 
 NAMES = ["0", "2"]
 SHARES = torch.tensor([1.0, 1, 1, 1e-3, 1e-3, 1e-3], dtype=torch.float64)[:, None]
@@ -21,23 +21,15 @@ property_test = settings(max_examples=15)
 exponents = st.lists(st.integers(-8, 8), min_size=2, max_size=4)
 
 
-class Grouped(nn.Module):
-    """A convolution of two blocks, whose second one has far smaller gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv = nn.Conv1d(4, 6, 2, groups=2).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x) * SHARES
-
-
 @property_test
 @given(exponents=exponents, decay=st.sampled_from([0.3, 0.95]), widest=st.sampled_from([3, 100]))
 def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
-    """Block by block; A enters as it is. Both as means that the decay weighs."""
-    model = Grouped()
+    """Block by block; A enters as it is. Both as means that the decay weighs.
+
+    The second block of the convolution has far smaller gradients.
+    """
+    conv = seeded(lambda: nn.Conv1d(4, 6, 2, groups=2))
+    model = Body(lambda m, x: m.conv(x) * SHARES, conv=conv)
     opt = KFACAdam(model, lr=0.0, factor_decay=decay, max_factor_size=widest, **ANEW)
     weight, means = 0.0, [torch.zeros(()), torch.zeros(())]
     for step, exponent in enumerate(exponents):
@@ -46,9 +38,7 @@ def test_each_g_enters_divided_by_its_mean_eigenvalue(exponents, decay, widest):
         watch = Watch(twin, "0")
         x = normal(5, 4, 6, seed=step)
         (10.0**exponent * (twin(x) * SHARES).square().sum() / 5).backward()
-        opt.zero_grad()
-        (10.0**exponent * model(x).square().sum() / 5).backward()
-        opt.step()
+        descend(opt, 10.0**exponent * model(x).square().sum() / 5)
         a, g = factors_of(*rows_of(twin[0], watch.trained("0")), 5)
         values = torch.linalg.eigvalsh(g).mean(1) if widest > 3 else g.diagonal(0, 1, 2).mean(1)
         weight = decay * weight + 1 - decay
@@ -73,8 +63,7 @@ def test_under_the_papers_methods_g_keeps_its_scale():
 def test_a_g_of_zero_enters_as_zero():
     model = network()
     opt = KFACSGD(model, lr=0.1, factor_decay=0.5, **ANEW)
-    backward(model, 0)
-    opt.step()
+    train(model, opt, [0])
     first = factors(opt)["2"][1]
     opt.zero_grad()
     backward(model, 1, scale=lambda loss: loss * 0)
@@ -134,8 +123,6 @@ def test_no_averaging_takes_the_newest_statistics():
         model, lr=0.0, factor_decay=0, factor_update_steps=1, compute_method="eigen", kl_clip=None
     )
     for x in torch.randn(3, 8, 3):
-        opt.zero_grad()
-        model(x).square().sum().backward()
-        opt.step()
+        descend(opt, model(x).square().sum())
     rows = torch.cat([x, torch.ones(8, 1)], 1)
     torch.testing.assert_close(opt.preconditioner.factors("0")[0][0], rows.T @ rows / 8)

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.linalg import products
 from tests.support import reference as ref
+from tests.support.training import descend
+from tests.support.watch import Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -270,22 +272,11 @@ def test_exact_for(case, data, how):
     check_blocks(net, linears(net)[layers], x, how, *loss_of(data, net, x))
 
 
-class Pooled(nn.Module):
-    """Linear layers on every position, then the positions' sum."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).sum(1)
-
-
 @property_test
 @given(data=st.data(), body=mlps(), n=widths, positions=widths)
 def test_reduce_is_exact_for_a_linear_net_that_pools(data, body, n, positions):
     """ā = Σa/P and ḡ = P Bᵀr: their block is B_nᵀHB_n ⊗ (Σa)(Σa)ᵀ, the pooled net's own."""
-    net = Pooled(body)
+    net = Body(lambda m, x: m.body(x).sum(1), body=body)
     x = data.draw(tensors(n, positions, body[0].in_features))
     roots = square_roots(n, body[-1].out_features)
     exact = exact_blocks(net, x, roots)
@@ -307,8 +298,7 @@ def test_expand_is_exact_for_a_linear_net_whose_loss_averages_positions(data, ne
     opt = plain(net, loss_terms="positions")
     outputs = net(x.repeat(width, 1, 1))
     terms = width * n * positions
-    torch.sum(outputs * roots.reshape(width * n, positions, width)).div(terms**0.5).backward()
-    opt.step()
+    descend(opt, torch.sum(outputs * roots.reshape(width * n, positions, width)).div(terms**0.5))
     for name in exact:
         a, g = opt.preconditioner.factors(name)
         ref.assert_close(torch.kron(g[0], a[0]), exact[name], what=name)
@@ -492,9 +482,7 @@ def test_the_running_average_is_weighed_and_unbiased(data, sharing, decays):
         single = plain(fresh, weight_sharing=sharing)
         first_step(single, fresh, half_square(fresh(x), target))
         opt.param_groups[0]["factor_decay"] = decay
-        opt.zero_grad()
-        half_square(net(x), target).backward()
-        opt.step()
+        descend(opt, half_square(net(x), target))
         for name in COVERED:
             values[name].append(single.preconditioner.factors(name))
     # The weight of each value, written out: (1 − β_i) times all later β, over their sum.
@@ -531,18 +519,12 @@ def test_reduce_rows_are_per_example_gradients(data, n):
     """Against torch.func: an example's bias gradient is its ḡ, and where positions are averaged
     before any bend its weight gradient is ḡ āᵀ."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(1, 2, 2)
-            self.tokens = nn.Linear(4, 3)
-            self.head = nn.Linear(3, 2)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        x = torch.tanh(m.conv(x)).flatten(2)
+        return m.head(torch.tanh(m.tokens(x).mean(1)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.conv(x)).flatten(2)
-            return self.head(torch.tanh(self.tokens(x).mean(1)))
-
-    net = seeded(Net(), data.draw(seeds))
+    parts = {"conv": nn.Conv2d(1, 2, 2), "tokens": nn.Linear(4, 3), "head": nn.Linear(3, 2)}
+    net = seeded(Body(use, **parts), data.draw(seeds))
     x, target = data.draw(tensors(n, 1, 3, 3)), data.draw(tensors(n, 2)) + 2
     own = {name: p.detach() for name, p in net.named_parameters()}
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from tests.support import reference as ref
+from tests.support.watch import Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -87,19 +88,13 @@ class Sequences(Net):
 
     shape, outputs = (3, 4), 2
 
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 5)
-            self.norm = nn.LayerNorm(5)
-            self.second = nn.Linear(5, 3)
-            self.head = nn.Linear(3, 2)
+    @staticmethod
+    def module() -> nn.Module:
+        def use(m: nn.Module, x: Tensor) -> Tensor:
+            return m.head(torch.tanh(m.second(m.norm(torch.tanh(m.first(x))))).mean(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(torch.tanh(self.first(x)))
-            return self.head(torch.tanh(self.second(x)).mean(1))
-
-    module = Module
+        parts = {"first": nn.Linear(4, 5), "norm": nn.LayerNorm(5), "second": nn.Linear(5, 3)}
+        return Body(use, **parts, head=nn.Linear(3, 2))
 
     @staticmethod
     def forward(tape: Tape, x: Tensor) -> Tensor:
@@ -114,19 +109,19 @@ class Images(Net):
 
     shape, outputs = (2, 5, 6), 3
 
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv2d(2, 4, 3, stride=(1, 2), padding=1)
-            self.grouped = nn.Conv2d(4, 4, 1, groups=2)
-            self.second = nn.Conv2d(4, 2, (2, 1), dilation=(2, 1), bias=False)
-            self.head = nn.Linear(18, 3)
+    @staticmethod
+    def module() -> nn.Module:
+        def use(m: nn.Module, x: Tensor) -> Tensor:
+            x = torch.tanh(m.grouped(torch.tanh(m.first(x))))
+            return m.head(torch.tanh(m.second(x)).flatten(1))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.grouped(torch.tanh(self.first(x))))
-            return self.head(torch.tanh(self.second(x)).flatten(1))
-
-    module = Module
+        return Body(
+            use,
+            first=nn.Conv2d(2, 4, 3, stride=(1, 2), padding=1),
+            grouped=nn.Conv2d(4, 4, 1, groups=2),
+            second=nn.Conv2d(4, 2, (2, 1), dilation=(2, 1), bias=False),
+            head=nn.Linear(18, 3),
+        )
 
     @staticmethod
     def forward(tape: Tape, x: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.curvature import lengths, rules
 from kaisa_optim.linalg import products
-from tests.support.training import ANEW, early
-from tests.support.watch import assert_close, normal, seeded, stepped_blocks, taken
+from tests.support.training import ANEW, descend, early
+from tests.support.watch import Body, assert_close, normal, seeded, stepped_blocks, taken
 
 EVEN = 0.53  # singular values that polynomials make equal are so near to 1
 widths = st.integers(1, 5)
@@ -191,9 +191,7 @@ def trained(
     model: nn.Module, opt: Any, x: Callable[[int], Tensor], scale: float = 1.0, steps: int = 3
 ) -> nn.Module:
     for step in range(steps):
-        opt.zero_grad()
-        (scale * loss_of(model(x(step)))).backward()
-        opt.step()
+        descend(opt, scale * loss_of(model(x(step))))
     return model
 
 
@@ -298,30 +296,19 @@ def test_a_momentum_of_zero_gives_no_step(base):
 # ---- kinds of layers ----
 
 
-class Split(nn.Module):
-    """A layer for each half of the channels."""
+def split() -> nn.Module:
+    """Return a layer for each half of the channels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Conv1d(2, 3, 2) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        halves = zip(self.parts, x.chunk(2, 1), strict=True)
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        halves = zip(m.parts, x.chunk(2, 1), strict=True)
         return torch.cat([part(half) for part, half in halves], 1)
 
-
-class Through(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+    return Body(use, parts=nn.ModuleList(nn.Conv1d(2, 3, 2) for _ in range(2)))
 
 
 def on_rows(function: Callable[[Tensor], Tensor], width: int, bias: bool = False) -> nn.Module:
     """Return a linear layer on rows that a function makes of the input."""
-    return nn.Sequential(Through(function), nn.Linear(width, 3, bias))
+    return nn.Sequential(Body(lambda m, x: function(x)), nn.Linear(width, 3, bias))
 
 
 def words(step: int) -> Tensor:
@@ -332,7 +319,7 @@ def words(step: int) -> Tensor:
 TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any, Any]] = {
     "a block for each group": (
         lambda: nn.Conv1d(4, 6, 2, groups=2),
-        Split,
+        split,
         lambda conv: [
             x for w, b in zip(conv.weight.chunk(2), conv.bias.chunk(2), strict=True) for x in (w, b)
         ],
@@ -341,7 +328,7 @@ TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], Any, An
     "patches": (
         lambda: nn.Conv2d(2, 3, (3, 2), padding=1, stride=2),
         lambda: on_rows(lambda x: F.unfold(x, (3, 2), padding=1, stride=2).mT, 12, True).append(
-            Through(lambda x: x.mT)
+            Body(lambda m, x: x.mT)
         ),
         lambda conv: [conv.weight.view(3, -1), conv.bias],
         lambda step: normal(4, 2, 5, 4, seed=step),

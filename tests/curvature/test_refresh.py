@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,14 @@ from tests.support.training import (
     assert_near,
     assert_same,
     backward,
+    descend,
     difference,
     early,
     factors,
     network,
     train,
     values,
+    warnings_as,
 )
 
 # Methods with their names in the reference.
@@ -233,9 +234,7 @@ def test_factors_are_decomposed_in_batches_of_a_bounded_size(monkeypatch):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
         opt = KFACSGD(model, lr=0.01, **EVERY_STEP)
         for x in torch.randn(4, 32, 6, dtype=torch.float64):
-            opt.zero_grad()
-            model(x).pow(2).sum().backward()
-            opt.step()
+            descend(opt, model(x).pow(2).sum())
         return values(model)
 
     whole, batches = trained(), []
@@ -304,13 +303,6 @@ def told(text: str) -> Iterator[None]:
     assert len(record) == 1
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
 def size_of(matrices: Tensor) -> int:
     return matrices.shape[-1]
 
@@ -353,10 +345,9 @@ def planted(monkeypatch, method):
     return Planted(monkeypatch, method)
 
 
-def pair_of_runs(method: str, planted: Planted, **options: Any) -> tuple[Any, Any, Any, Any]:
-    options = {"lr": 0.1, "damping": 0.1, **ALWAYS[method], **options}
-    model, other = network(dtype=torch.float32), network(dtype=torch.float32)
-    return model, KFACSGD(model, **options), other, KFACSGD(other, **options)
+def built(method: str, **options: Any) -> tuple[nn.Module, Any]:
+    model = network(dtype=torch.float32)
+    return model, KFACSGD(model, **{"lr": 0.1, "damping": 0.1, **ALWAYS[method], **options})
 
 
 OF_CUSOLVER = RuntimeError(
@@ -367,14 +358,15 @@ OF_CUSOLVER = RuntimeError(
 @pytest.mark.parametrize("raises", [True, False, OF_CUSOLVER], ids=["raises", "nan", "cusolver"])
 def test_the_refresh_after_a_failure_is_in_float64_with_more_damping(method, planted, raises):
     """No sooner; one layer's failure leaves the others alone, also if they have one shape."""
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails, planted.raises = (lambda matrices: size_of(matrices) == 7), raises
     train(model, opt, [1])
     planted.fails = lambda matrices: False
     for i, (dtype, share) in enumerate([(torch.float64, 3), (torch.float32, 1)], 2):
         planted.seen, planted.dampings = [], []
-        with told("layer '2' failed, 1 in a row; the state before it") if i == 2 else silence():
+        said = told("layer '2' failed, 1 in a row; the state before it")
+        with said if i == 2 else warnings_as("error"):
             train(model, opt, [i])
         attempts = {size_of(m): m.dtype for m in planted.seen}
         assert attempts == {5: torch.float32, 6: torch.float32, 7: dtype, 3: dtype}
@@ -389,7 +381,7 @@ def test_a_device_without_float64_is_refreshed_in_float32_after_a_failure(
     method, planted, monkeypatch
 ):
     monkeypatch.setattr(refresh, "WITHOUT_DOUBLES", {"cpu"})
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [1])
@@ -399,7 +391,7 @@ def test_a_device_without_float64_is_refreshed_in_float32_after_a_failure(
 
 
 def test_training_never_ends_for_a_root_that_fails(method, planted):
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [0])
     for i in range(1, 8):
@@ -416,7 +408,7 @@ def state_of(opt: Any, name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, raises):
-    model, opt, *_ = pair_of_runs(method, planted, max_failures=2)
+    model, opt = built(method, max_failures=2)
     planted.raises = raises
     train(model, opt, [0])
     kept = [t.clone() for t in state_of(opt, "2")]
@@ -424,7 +416,7 @@ def test_older_state_stays_and_only_failures_in_a_row_raise(method, planted, rai
 
     def failing(i: int, count: int) -> None:
         """A step in which the refresh fails once more, after it heard of ``count`` failures."""
-        with told(f"layer '2' failed, {count} in a row") if count else silence():
+        with told(f"layer '2' failed, {count} in a row") if count else warnings_as("error"):
             train(model, opt, [i])
         assert_same(state_of(opt, "2"), kept)
 
@@ -480,7 +472,7 @@ def test_layers_of_one_shape_have_their_own_dampings(kind):
 
 
 def test_a_first_state_that_fails_is_the_identity(method, planted):
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     planted.fails = lambda matrices: size_of(matrices) == 7
     before = values(model)
     train(model, opt, [0])
@@ -547,8 +539,7 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
     kept = {name: pair[1] for name, pair in factors(opt).items()}
     opt.zero_grad()
     overflow(model, 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         opt.step()  # no refresh is due: it is told then, without a wait for the device now
     assert_same({name: pair[1] for name, pair in factors(opt).items()}, kept)
     train(other, reference, range(2))
@@ -557,14 +548,14 @@ def test_sums_that_are_not_finite_are_left_out_and_reported():
         backward(other, 2)
     reference.step()
     train(other, reference, range(3, 5))
-    with silence():
+    with warnings_as("error"):
         train(model, opt, range(3, 5))
     # G has gone on as though that batch had not been; its A was finite, and counted.
     for name, (_, g) in factors(reference).items():
         assert_near(factors(opt)[name][1], g, rtol=1e-3, atol=1e-6)
     with told("not finite have been left out for '0', '2'"):  # by the exchange after the refresh
         train(model, opt, [5])
-    with silence():
+    with warnings_as("error"):
         train(model, opt, range(6, 9))  # told once
 
 
@@ -606,7 +597,7 @@ def test_a_layer_without_finite_statistics_begins_anew(method):
 
 def test_a_failure_is_told_though_a_layer_is_frozen_in_between(method, planted):
     """The layout is another one by then, and the flags stay."""
-    model, opt, *_ = pair_of_runs(method, planted)
+    model, opt = built(method)
     train(model, opt, [0])
     planted.fails = lambda matrices: size_of(matrices) == 7
     train(model, opt, [1])
@@ -629,23 +620,13 @@ def refreshes(
     seen = []
 
     def written() -> dict[str, list[Tensor]]:
-        return {
-            name: [t.clone() for t in state_of(opt, name)] for name in opt.preconditioner.layers
-        }
+        return {x: [t.clone() for t in state_of(opt, x)] for x in opt.preconditioner.layers}
 
     for i in range(steps):
         before = written()
         train(model, opt, [i])
         after = written()
-        seen.append(
-            {
-                name
-                for name in after
-                if any(
-                    not torch.equal(a, b) for a, b in zip(after[name], before[name], strict=True)
-                )
-            }
-        )
+        seen.append({x for x in after if not all(map(torch.equal, after[x], before[x]))})
     return seen
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ from kaisa_optim.layers import conv
 from kaisa_optim.linalg import products
 from tests.support import groups
 from tests.support.close import assert_close
-from tests.support.training import ANEW
+from tests.support.training import ANEW, descend, warnings_as
+from tests.support.watch import Body
 
 
 def step(net, x, **options):
     opt = KFACSGD(net, lr=1.0, **{"compute_method": "eigen", "kl_clip": None, **options})
-    net(x).square().sum(1).mean().backward()
-    opt.step()
+    descend(opt, net(x).square().sum(1).mean())
     return opt
 
 
@@ -42,16 +41,10 @@ def test_a_batch_taken_in_parts_is_the_same_batch(monkeypatch, make, shape, weig
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
-class EitherWay(nn.Module):
-    """A matrix that is stored inputs × outputs, and one that is used both ways."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned = nn.Parameter(torch.randn(5, 6))
-        self.tied = nn.Parameter(torch.randn(6, 6))
-
-    def forward(self, x):
-        return nn.functional.linear((x @ self.turned).tanh() @ self.tied, self.tied)
+def either_way() -> nn.Module:
+    """Return a matrix that is stored inputs × outputs, and one that is used both ways."""
+    parts = {"turned": torch.randn(5, 6), "tied": torch.randn(6, 6)}
+    return Body(lambda m, x: nn.functional.linear((x @ m.turned).tanh() @ m.tied, m.tied), **parts)
 
 
 def layers() -> nn.Module:
@@ -59,7 +52,7 @@ def layers() -> nn.Module:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(("make", "lr"), [(layers, 0.01), (EitherWay, 0.0)])
+@pytest.mark.parametrize(("make", "lr"), [(layers, 0.01), (either_way, 0.0)])
 @pytest.mark.parametrize("power", [-75, -90, 50])
 @pytest.mark.parametrize("apart", [0, 10, -20])
 def test_gradients_of_any_size_give_the_same_factors(power, apart, make, lr):
@@ -85,12 +78,9 @@ def test_inputs_whose_squares_are_zero_leave_the_identity():
     net = nn.Linear(5, 3, bias=False)
     opt = KFACAdam(net, lr=0.01, **ANEW)
     before = net.weight.detach().clone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         for x in torch.randn(3, 8, 5):
-            opt.zero_grad()
-            net(1e-22 * x).mul(1e22).square().mean().backward()
-            opt.step()
+            descend(opt, net(1e-22 * x).mul(1e22).square().mean())
     root = groups.state(opt, "", "a")["root"]
     assert torch.equal(root, torch.eye(5)[None]) and not torch.equal(net.weight, before)
 
@@ -106,8 +96,7 @@ def test_activations_around_300_in_fp16(how):
     opt = KFACSGD(net, lr=0.1, damping=0.01)
     with torch.autocast("cpu", dtype=torch.float16, enabled=how == "autocast"):
         out = net(x)
-    (out.float() / 100).square().mean().backward()
-    opt.step()
+    descend(opt, (out.float() / 100).square().mean())
     a, g = opt.preconditioner.factors("0")
     assert a.dtype == g.dtype == torch.float32
     # What the layer sees: autocast rounds its input, too.

@@ -24,6 +24,8 @@ from torch.utils import backend_registration
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
+from tests.support.training import descend
+from tests.support.watch import Body
 
 pytestmark = pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
@@ -262,9 +264,7 @@ def _check_checkpoint() -> None:
 
     def steps(model: nn.Module, opt: Any, part: slice, where: Any) -> None:
         for x, y in data[part]:
-            opt.zero_grad()
-            loss_of(model(x.to(where)), y.to(where)).backward()
-            opt.step()
+            descend(opt, loss_of(model(x.to(where)), y.to(where)))
 
     opt = make(model)
     steps(model, opt, slice(3), "cpu")
@@ -286,19 +286,9 @@ def _check_checkpoint() -> None:
 # ---- what is launched ----
 
 
-class Deep(nn.Module):
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        blocks = (
-            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-            for _ in range(depth)
-        )
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+def block() -> nn.Module:
+    part = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    return Body(lambda m, x: x + m.part(x), part=part)
 
 
 QUIET: dict[str, Any] = {**SELDOM, "staggered": False}  # in every second step
@@ -329,7 +319,7 @@ def _launches(name: str) -> list[int]:
     found, make = [], LAUNCHING[name][0]
     for depth in (2, 5):
         torch.manual_seed(0)
-        model, data = Deep(depth), torch.randn(16, 6)
+        model, data = nn.Sequential(*(block() for _ in range(depth))), torch.randn(16, 6)
         with accelerator.device():
             model, x = model.to(accelerator.DEVICE), data.to(accelerator.DEVICE)
             opt = make(model)
@@ -437,8 +427,7 @@ def _check_moved() -> None:
             _run_on(layer, where)
         sums.add = moved
         with accelerator.device():
-            model(x).square().mean().backward()
-            opt.step()
+            descend(opt, model(x).square().mean())
         weights.append([p.detach().clone() for p in model.parameters()])
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-9, atol=1e-12)
 

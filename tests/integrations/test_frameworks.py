@@ -86,7 +86,14 @@ def decay(epoch: int) -> float:
     return 1 / (1 + epoch)
 
 
-def check(opt: Any, reference: Any, model: nn.Module, expected: nn.Module) -> None:
+def check(kind: str, opt: Any, model: nn.Module, **loop: Any) -> nn.Module:
+    """Compare with a plain loop; return the model that it has trained."""
+    expected = network(dtype=torch.float32)
+    check_against(by_hand(kind, expected, **loop), opt, model, expected)
+    return expected
+
+
+def check_against(reference: Any, opt: Any, model: nn.Module, expected: nn.Module) -> None:
     assert opt.preconditioner.steps == reference.preconditioner.steps == STEPS
     assert_near(model, expected, rtol=1e-5, atol=1e-7)
     for name in reference.preconditioner.layers:
@@ -148,9 +155,7 @@ def test_lightning(kind, setting, tmp_path):
     module = lightning_module(kind, loop.get("scheduled", False))
     trainer = lightning_trainer(tmp_path, enable_checkpointing=False, **trained)
     trainer.fit(module, loader(8 // loop.get("micro", 1)), loader())  # with a validation
-    expected = network(dtype=torch.float32)
-    reference = by_hand(kind, expected, **loop)
-    check(module.opt, reference, module.net, expected)
+    check(kind, module.opt, module.net, **loop)
 
 
 @pytest.mark.filterwarnings("ignore:.*val_dataloader", "ignore:You're resuming")
@@ -170,9 +175,7 @@ def test_lightnings_checkpoint_resumes(kind, tmp_path):
     second = lightning_trainer(tmp_path, **options)
     # Within an epoch it counts on, but takes batches from the loader's beginning.
     second.fit(resumed, loader(first=4), ckpt_path=str(tmp_path / "part.ckpt"))
-    expected = network(dtype=torch.float32)
-    reference = by_hand(kind, expected)
-    check(resumed.opt, reference, resumed.net, expected)
+    check(kind, resumed.opt, resumed.net)
 
 
 # ---- Accelerate ----
@@ -197,9 +200,7 @@ def test_accelerate(kind, micro, precision):
             wrapped.step()
             wrapped_scheduler.step()
             wrapped.zero_grad()
-    expected = network(dtype=torch.float32)
-    reference = by_hand(kind, expected, micro=micro, autocast=precision == "bf16", scheduled=True)
-    check(opt, reference, model, expected)
+    check(kind, opt, model, micro=micro, autocast=precision == "bf16", scheduled=True)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -225,10 +226,7 @@ def test_accelerates_checkpoint_resumes(kind, tmp_path):
     data = [batch(i, torch.float32) for i in range(STEPS)]
     half(data[:4], load=False)
     model, opt = half(data[4:], load=True)
-    expected = network(dtype=torch.float32)
-    reference = by_hand(kind, expected)
-    check(opt, reference, model, expected)
-    assert_same(model, expected)
+    assert_same(model, check(kind, opt, model))
 
 
 # ---- the Trainer of transformers ----
@@ -326,7 +324,7 @@ def test_transformers_trainer(kind, setting, tmp_path):
     driven = trainer(kind, model, tmp_path, **options)
     driven.train()
     reference = bert_by_hand(kind, expected, micro, autocast)
-    check(driven.optimizer.optimizer, reference, model, expected)
+    check_against(reference, driven.optimizer.optimizer, model, expected)
 
 
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
@@ -339,4 +337,4 @@ def test_transformers_checkpoint_resumes(kind, tmp_path):
     resumed = trainer(kind, other, tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     reference = bert_by_hand(kind, expected, 1, False)
-    check(resumed.optimizer.optimizer, reference, other, expected)
+    check_against(reference, resumed.optimizer.optimizer, other, expected)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from tests.support.ranks import fresh, run
-from tests.support.training import backward, network
+from tests.support.training import backward, network, train
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -58,8 +58,7 @@ def test_zero_redundancy_is_no_base():
 def moments_here(assignment: str) -> int:
     model = network()
     opt = KFACAdam(model, lr=0.1, assignment=assignment)
-    backward(model, 0)
-    opt.step()
+    train(model, opt, [0])
     entries = [entry for state in opt.state.values() for entry in state.items()]
     return sum(tensor.numel() for name, tensor in entries if name == "exp_avg")
 

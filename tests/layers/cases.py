@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
 from tests.support import reference as ref
+from tests.support.watch import Body
 from tests.support.watch import normal as normal
 
 DAMPING = 0.07
@@ -33,16 +34,11 @@ class Case:
     prepare: Callable[[nn.Module], None] | None = None
 
 
-class Net(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Tensor, **kwargs: Any) -> Any:
-        return self.layer(*args, **kwargs)
+def wrapped(layer: nn.Module) -> nn.Module:
+    return Body(lambda m, *args, **call: m.layer(*args, **call), layer=layer)
 
 
-def build(case: Case) -> tuple[Net, Tensor]:
+def build(case: Case) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(2)
     layer = case.layer().double()
     with torch.no_grad():
@@ -50,7 +46,7 @@ def build(case: Case) -> tuple[Net, Tensor]:
             p.add_(0.3 * torch.randn_like(p))
     if case.prepare is not None:
         case.prepare(layer)
-    return Net(layer), case.inputs()
+    return wrapped(layer), case.inputs()
 
 
 def loss_of(output: Tensor) -> Tensor:

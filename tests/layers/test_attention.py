@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from tests.layers.cases import DAMPING, WAYS, Net, each_sharing, loss_of, normal, optimizer
+from tests.layers.cases import DAMPING, WAYS, each_sharing, loss_of, normal, optimizer, wrapped
 from tests.support import reference as ref
+from tests.support.training import descend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -140,7 +141,7 @@ def check_attention(
         mha.out_proj.bias.requires_grad_(False)
     inputs = attention_inputs(case)
     call = case.call()
-    net = Net(mha)
+    net = wrapped(mha)
 
     out, weights, taps = ref.attention_by_hand(mha, *inputs, **call)
     if need == "none":
@@ -200,7 +201,5 @@ def test_a_trace_while_layers_gather_takes_torchs_own_attention():
     for _ in range(2):
         traced = torch.jit.trace(net, x)  # torch traces twice, and compares
         torch.testing.assert_close(traced(x), net(x))
-        opt.zero_grad()
-        net(x).square().mean().backward()
-        opt.step()
+        descend(opt, net(x).square().mean())
     assert opt.preconditioner.coverage().elsewhere == {}

@@ -13,6 +13,8 @@ from kaisa_optim.layers import base
 from tests.layers.cases import ALL_WAYS, Case, check, normal
 from tests.layers.test_conv import CONV, TRANSPOSED
 from tests.layers.test_kinds import EMBEDDING, LINEAR
+from tests.support.training import descend
+from tests.support.watch import Body
 
 
 class Own(nn.Module):
@@ -101,8 +103,7 @@ def test_a_layer_that_is_not_trained_may_be_of_any_size(kinds):
     register_layer(Own)(Kind)
     model = nn.Sequential(Own(), nn.Linear(2, 2))
     opt = KFACSGD(model[1].parameters(), lr=0.1, model=model)
-    model(torch.ones(4, 3)).square().mean().backward()
-    opt.step()
+    descend(opt, model(torch.ones(4, 3)).square().mean())
     assert list(opt.preconditioner.layers) == ["1"]
 
 
@@ -149,17 +150,12 @@ def test_a_side_beyond_max_factor_size_is_diagonal(case, limit, diagonal):
 
 
 def attends(batch_first: bool, **options: int) -> nn.Module:
-    return Attends(nn.MultiheadAttention(8, 2, batch_first=batch_first, **options))
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        other = x[..., :6] if m.attention.kdim == 6 else x
+        return m.head(m.attention(x, other, other)[0])
 
-
-class Attends(nn.Module):
-    def __init__(self, attention: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.attention, self.head = attention, nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x[..., :6] if self.attention.kdim == 6 else x
-        return self.head(self.attention(x, other, other)[0])
+    attention = nn.MultiheadAttention(8, 2, batch_first=batch_first, **options)
+    return Body(use, attention=attention, head=nn.Linear(8, 2))
 
 
 EMPTY = {
@@ -184,9 +180,7 @@ def test_an_empty_batch_after_others_changes_no_factor(make, shape, sharing):
     seen = []
     for sizes in (full, shape):
         x = torch.arange(math.prod(sizes)).remainder(5).reshape(sizes)
-        opt.zero_grad()
-        model(x if tokens else x.double()).square().sum().backward()
-        opt.step()
+        descend(opt, model(x if tokens else x.double()).square().sum())
         known = opt.preconditioner
         seen.append([f.clone() for name in known.layers for f in known.factors(name)])
     for before, after in zip(*seen, strict=True):

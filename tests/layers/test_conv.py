@@ -17,6 +17,8 @@ from kaisa_optim.layers import conv
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 from kaisa_optim.linalg.moments import second_moment
 from tests.layers.cases import Case, channels_last, check, each, freeze, normal
+from tests.support.training import descend
+from tests.support.watch import Body
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
@@ -175,26 +177,21 @@ COPYING = {
 def test_an_input_that_changes_after_a_layer_which_copied_it(name, autocast):
     """Torch keeps alone what it has padded or cast: sums in place after it are allowed."""
 
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.layer = type(made := COPYING[name]())(4, 6, 1), made
-
-        def forward(self, x: Tensor, in_place: bool) -> Tensor:
-            h = self.first(x).float()  # autocast casts it again
-            out = self.layer(h)
-            return h.add_(out) if in_place else h + out
+    def residual(m: nn.Module, x: Tensor, in_place: bool) -> Tensor:
+        h = m.first(x).float()  # autocast casts it again
+        out = m.layer(h)
+        return h.add_(out) if in_place else h + out
 
     factors = []
     for in_place in (False, True):
-        model = Residual()
+        torch.manual_seed(0)
+        layer = COPYING[name]()
+        model = Body(residual, first=type(layer)(4, 6, 1), layer=layer)
         opt = KFACSGD(model, lr=0.1)
         x = torch.randn(3, 4, *[5] * model.layer.weight[0, 0].dim())
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(x, in_place)
-        out.float().square().mean().backward()
-        opt.step()
+        descend(opt, out.float().square().mean())
         factors.append([f for name in ("first", "layer") for f in opt.preconditioner.factors(name)])
     for apart, within in zip(*factors, strict=True):
         torch.testing.assert_close(within, apart, rtol=1e-2 if autocast else 1e-6, atol=1e-6)

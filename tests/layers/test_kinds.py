@@ -12,10 +12,11 @@ from kaisa_optim import KFACSGD
 from kaisa_optim.layers import SCALES
 from kaisa_optim.layers.kinds import LinearLayer
 from tests.layers.cases import Case, build, check, each, freeze, loss_of, tokens
-from tests.layers.test_uses import Body, Scaled, headed
+from tests.layers.test_uses import Scaled, headed
 from tests.layers.test_uses import loss_of as squares
 from tests.support import reference as ref
-from tests.support.watch import PAPERS, assert_close, exact, normal, seeded, solved, taken
+from tests.support.training import descend
+from tests.support.watch import PAPERS, Body, assert_close, exact, normal, seeded, solved, taken
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -61,8 +62,7 @@ def test_a_sum_has_one_term():
     net, x = build(LINEAR["3d"])
     g = ref.gradient_rows(net.layer, loss_of, x)
     opt = KFACSGD(net, lr=1.0, **PAPERS, loss_reduction="sum")
-    loss_of(net(x)).backward()
-    opt.step()
+    descend(opt, loss_of(net(x)))
     ref.assert_close(opt.preconditioner.factors("layer")[1], ref.factors(g, g, 1.0)[1])
 
 
@@ -192,8 +192,7 @@ def test_an_input_that_is_written_into_is_another_one():
     model.query(x).sum().backward()
     with torch.no_grad():
         x.mul_(3)
-    model.key(x).sum().backward()
-    opt.step()
+    descend(opt, model.key(x).sum())
     a_query, a_key = (opt.preconditioner.factors(name)[0][0] for name in ("query", "key"))
     rows = torch.cat([before, torch.ones(3, 1, dtype=torch.float64)], 1)
     torch.testing.assert_close(a_query, rows.mT @ rows / 3)
@@ -247,9 +246,7 @@ def test_an_expert_without_rows_keeps_its_averages_and_begins_with_those_of_the_
     opt = exact(net, factor_update_steps=1, factor_decay=0.5)
     factors = []
     for used in ((0, 1), (0, 2), (1, 2)):
-        opt.zero_grad()
-        squares(net(normal(6, 4, seed=used[1]))).backward()
-        opt.step()
+        descend(opt, squares(net(normal(6, 4, seed=used[1]))))
         factors.append([side.clone() for side in opt.preconditioner.factors("0.w")])
     for first, second, third in zip(*factors, strict=True):
         assert_close(first[2], first[:2].mean(0))
@@ -309,9 +306,7 @@ def test_a_scale_of_the_loss_that_changes_leaves_the_averages(name):
         opt = KFACSGD(net, lr=1e-3, factor_update_steps=1, inv_update_steps=1, factor_decay=0.5)
         before = [p.detach().clone() for p in net.parameters()]
         for i, x in enumerate(inputs):
-            opt.zero_grad()
-            (base**i * squares(net(x))).backward()
-            opt.step()
+            descend(opt, base**i * squares(net(x)))
             for p, value in zip(net.parameters(), before, strict=True):
                 p.data.copy_(value)
         averages.append(opt.preconditioner.factors("0.w" if name in STORED else "0"))
@@ -335,8 +330,7 @@ def test_groups_of_rows_are_those_of_the_experts():
     for forward in (in_groups, in_loops):
         net = headed(Body(forward, w=weight.clone()), 4).float()
         opt = exact(net)
-        squares(net(x)).backward()
-        opt.step()
+        descend(opt, squares(net(x)))
         factors.append(opt.preconditioner.factors("0.w"))
     for found, wanted in zip(*factors, strict=True):
         assert_close(found, wanted, 1e-4)

@@ -10,18 +10,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.forward_pass import top_hooks
 from kaisa_optim.layers import LinearLayer
 from kaisa_optim.layers.attention import ProjectionLayer
 from kaisa_optim.layers.base import GATHER, WHOLE, Part
+from tests.capture.test_capture import CHECKPOINTS, under
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
-from tests.support.cluster import Plan, assert_alike, error, network, train, train_alone, values
+from tests.support.cluster import (
+    Plan,
+    assert_alike,
+    batch,
+    error,
+    network,
+    train,
+    train_alone,
+    values,
+)
 from tests.support.ranks import RankError, run
-from tests.support.watch import PAPERS
+from tests.support.training import descend
+from tests.support.training import factors as factors_of
+from tests.support.watch import PAPERS, Body
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -37,19 +48,12 @@ BARE: dict[str, Any] = {
 }
 
 
-def factors_of(opt: Any) -> Factors:
-    kfac = opt.preconditioner
-    return {name: tuple(f.clone() for f in kfac.factors(name)) for name in kfac.layers}
-
-
 def each_step(net: nn.Module, x: Tensor, steps: int, **options: Any) -> list[Factors]:
     """The factors of every step."""
     opt = KFACSGD(net, **{**BARE, **options})
     found = []
     for _ in range(steps):
-        opt.zero_grad()
-        loss_of(net(x)).backward()
-        opt.step()
+        descend(opt, loss_of(net(x)))
         found.append(factors_of(opt))
     return found
 
@@ -261,39 +265,9 @@ def test_the_papers_normalization_is_the_covariance_of_the_rows_that_are_taken(k
 # ---- a cycle of turns is the whole ----
 
 
-class Pictures(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.down = nn.Conv2d(4, 4, 3, stride=2, groups=2)
-        self.up = nn.ConvTranspose2d(4, 2, 2)
-        self.head = nn.Linear(32, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.down(self.norm(self.conv(x)).tanh()).tanh()
-        return self.head(self.up(x).flatten(1))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(5, 4)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.words(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [(Pictures, normal(8, 2, 7, 7)), (Words, tokens(8, 3, high=5))],
-    ids=["images", "sequences"],
-)
-def test_the_turns_of_a_cycle_average_to_the_whole(make, x):
-    torch.manual_seed(0)
-    net = make().double()
+@pytest.mark.parametrize("name", ["images", "tokens"])
+def test_the_turns_of_a_cycle_average_to_the_whole(name):
+    net, (x, _) = network(name), batch(name, 0, 8)
     (whole,) = each_step(copy.deepcopy(net), x, 1)
     turns = each_step(net, x, 8, statistics_fraction=0.25)
     for name, factors in whole.items():
@@ -336,8 +310,7 @@ def test_the_fraction_may_be_set_between_steps():
     opt.preconditioner.statistics_fraction = 0.25
     for twin in (opt, copy.deepcopy(opt)):  # which has it from the first, not from construction
         model = net if twin is opt else twin.preconditioner.model
-        loss_of(model(x)).backward()
-        twin.step()
+        descend(twin, loss_of(model(x)))
         ref.assert_close(factors_of(twin)["0"][0], ref.factors(a[:, [0, 4]], a, 1.0)[0])
 
 
@@ -385,8 +358,7 @@ def _set_on_one_rank() -> None:
     opt = KFACSGD(model, lr=0.1, factor_update_steps=1)
     if torch.distributed.get_rank() == 1:
         opt.preconditioner.statistics_fraction = 0.5
-    model(normal(4, 7)).square().mean().backward()
-    opt.step()
+    descend(opt, model(normal(4, 7)).square().mean())
 
 
 def test_ranks_with_different_fractions_are_named():
@@ -406,9 +378,7 @@ def test_a_loaded_run_takes_the_rows_that_it_would_have_taken():
 
     def steps(model: nn.Module, opt: Any, numbers: range) -> None:
         for i in numbers:
-            opt.zero_grad()
-            loss_of(model(normal(8, 7, seed=i))).backward()
-            opt.step()
+            descend(opt, loss_of(model(normal(8, 7, seed=i))))
 
     model, opt = build()
     steps(model, opt, range(5))
@@ -425,21 +395,14 @@ def test_a_loaded_run_takes_the_rows_that_it_would_have_taken():
 # ---- what is held ----
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, layer: nn.Module, way: str) -> None:
-        super().__init__()
-        self.layer, self.way = layer, way
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.way == "plain":
-            return self.layer(x)
-        return checkpoint(self.layer, x, use_reentrant=self.way == "reentrant")
+def checkpointed(layer: nn.Module, way: str) -> nn.Module:
+    return Body(lambda m, x: under(CHECKPOINTS[way], m.layer, x), layer=layer)
 
 
-@pytest.mark.parametrize("way", ["plain", "reentrant", "not reentrant"])
+@pytest.mark.parametrize("way", CHECKPOINTS)
 def test_under_autocast_only_the_part_is_copied(way):
     layer = prepared(nn.Linear(4, 3)).float()
-    net = Checkpointed(layer, way)
+    net = checkpointed(layer, way)
     opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
     for layer in opt.preconditioner.layers.values():
         layer.task = GATHER  # a comparison takes the whole input
@@ -455,8 +418,7 @@ def test_under_autocast_only_the_part_is_copied(way):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
     ):
         out = net(x)
-    (out.float() * normal(8, 3).float()).sum().backward()
-    opt.step()
+    descend(opt, (out.float() * normal(8, 3).float()).sum())
     rows = x.detach()[[0, 4]].bfloat16().double()
     a = torch.cat([rows, torch.ones(2, 1).double()], 1)
     g = (normal(8, 3)[[0, 4]].float()).bfloat16().double()
@@ -473,13 +435,12 @@ def test_a_forward_settles_what_is_taken_of_it(way):
     x = normal(8, 4).float()
     found = []
     for then in (0.25, 0.5):
-        net = Checkpointed(prepared(nn.Linear(4, 3)).float(), way)
+        net = checkpointed(prepared(nn.Linear(4, 3)).float(), way)
         opt = KFACSGD(net, **BARE, statistics_fraction=0.25)
         with torch.autocast("cpu", torch.bfloat16):
             loss = net(x).float().square().mean()
         opt.preconditioner.statistics_fraction = then
-        loss.backward()
-        opt.step()
+        descend(opt, loss)
         found.append(factors_of(opt)["layer"])
     assert all(map(torch.equal, *found))
 

@@ -16,22 +16,10 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import watch
 from kaisa_optim.layers.watch import Place, place_of
-from tests.support.watch import assert_close, exact, normal, seeded, taken
+from tests.support.training import descend
+from tests.support.watch import Body, assert_close, exact, normal, seeded, taken
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
-
-
-class Body(nn.Module):
-    """Parameters, and a forward that uses them; then a head."""
-
-    def __init__(self, forward: Forward, **parameters: Tensor) -> None:
-        super().__init__()
-        self.use = forward
-        for name, value in parameters.items():
-            setattr(self, name, nn.Parameter(value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
 
 
 def headed(body: nn.Module, width: int = 3) -> nn.Module:
@@ -106,9 +94,7 @@ def test_a_product_takes_a_linear_layers_steps_under_options(name, options):
     ]
     for i in range(4):
         for one, opt in zip((net, twin), opts, strict=True):
-            opt.zero_grad()
-            loss_of(one(normal(6, 4, seed=i))).backward()
-            opt.step()
+            descend(opt, loss_of(one(normal(6, 4, seed=i))))
     assert_close(net[0].w.T if transposed else net[0].w, twin[0].weight, 1e-8)
 
 
@@ -149,16 +135,9 @@ def test_a_subclass_of_a_table_is_a_table():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * 3.0
 
-    class Plain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(7, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.table(x) * 3.0
-
     x = torch.tensor([[1, 2], [2, 6], [0, 1]])
-    expected = stepped(headed(seeded(Plain)), x)
+    plain = seeded(lambda: Body(lambda m, x: m.table(x) * 3.0, table=nn.Embedding(7, 3)))
+    expected = stepped(headed(plain), x)
     assert_close(
         stepped(headed(seeded(lambda: Scaled(7, 3))), x)["0.weight"], expected["0.table.weight"]
     )
@@ -342,15 +321,7 @@ def test_an_unknown_use_is_told_after_the_first_step():
     ],
 )
 def test_a_weight_used_outside_of_its_module_is_found_around_it(use):
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return use(self.inner, x)
-
-    net = headed(seeded(Around))
+    net = headed(seeded(lambda: Body(lambda m, x: use(m.inner, x), inner=nn.Linear(4, 3))))
     plain = headed(seeded(lambda: nn.Sequential(nn.Linear(4, 3))))
     opts = [exact(one, factor_update_steps=1, inv_update_steps=1) for one in (net, plain)]
     for one, opt in zip((net, plain), opts, strict=True):
@@ -392,9 +363,7 @@ def test_freezing_a_covered_layer_lets_coverage_be_looked_at_anew():
         warnings.simplefilter("always")
         for step in range(16):
             net[1].requires_grad_(step < 8)
-            opt.zero_grad()
-            loss_of(net(normal(6, 3))).backward()
-            opt.step()
+            descend(opt, loss_of(net(normal(6, 3))))
             assert len(caught) == (step >= 8)
     assert "0.w: 9, Body uses it in a way" in str(caught[0].message)
 
@@ -405,9 +374,7 @@ def test_passes_that_do_not_gather_run_without_a_mode():
     net[0].use = lambda m, x: seen.append(torch._C._len_torch_function_stack()) or x @ m.w
     opt = exact(net, factor_update_steps=3)
     for _ in range(4):
-        opt.zero_grad()
-        loss_of(net(normal(6, 3))).backward()
-        opt.step()
+        descend(opt, loss_of(net(normal(6, 3))))
     # All uses are looked for in the first pass. The head gathers in the third pass.
     assert seen == [1, 1, 0, 1]
 

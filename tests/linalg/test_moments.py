@@ -14,6 +14,7 @@ from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import kind_of
 from kaisa_optim.layers.base import PassSettings
 from kaisa_optim.linalg import moments
+from tests.support.watch import Body
 
 HALVES = torch.bfloat16, torch.float16
 
@@ -119,23 +120,14 @@ def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wi
 # ---- optimizers ----
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Conv2d(3, 16, 3, padding=1)
-        self.body, self.head = nn.Linear(16, 40), nn.Linear(40, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.image(x).relu().mean((2, 3))
-        return self.head(self.body(x).relu())
-
-
 CLASSES = pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 
 
-def train(cls: Any, autocast: bool = False, **options: Any) -> tuple[Net, Any]:
+def train(cls: Any, autocast: bool = False, **options: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = Net()
+    image = nn.Conv2d(3, 16, 3, padding=1)
+    parts = {"image": image, "body": nn.Linear(16, 40), "head": nn.Linear(40, 5)}
+    model = Body(lambda m, x: m.head(m.body(m.image(x).relu().mean((2, 3))).relu()), **parts)
     opt = cls(model, lr=1e-6, factor_update_steps=1, inv_update_steps=2, **options)
     for step in range(6):
         generator = torch.Generator().manual_seed(step)

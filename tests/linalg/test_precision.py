@@ -13,7 +13,7 @@ from kaisa_optim import KFACSGD
 from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import products
 from tests.linalg.test_moments import off
-from tests.support.training import EVERY_STEP, network, train
+from tests.support.training import EVERY_STEP, descend, network, train
 
 SETTINGS = "highest", "high", "medium"
 BY_BACKEND = {"highest": ["ieee"] * 2, "high": ["tf32"] * 2, "medium": ["tf32", "bf16"]}
@@ -127,8 +127,7 @@ def factor_a(x: Tensor, setting: str, autocast: bool = False) -> Tensor:
     opt = KFACSGD(net, lr=0.1, statistics_precision=setting, **EVERY_STEP)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = net(x).float().square().mean()
-    loss.backward()
-    opt.step()
+    descend(opt, loss)
     return opt.preconditioner.factors("0")[0][0]
 
 
@@ -158,8 +157,7 @@ def test_factors_stay_positive_where_inputs_hardly_vary(setting, kind, sharing):
     net = nn.Sequential(make())
     opt = KFACSGD(net, lr=0.1, weight_sharing=sharing, statistics_precision=setting, **EVERY_STEP)
     x = torch.linspace(5, 15, shape[0]).view(-1, *[1] * (len(shape) - 1))
-    net(x + 0.01 * torch.randn(500, *shape)).square().mean().backward()
-    opt.step()
+    descend(opt, net(x + 0.01 * torch.randn(500, *shape)).square().mean())
     values = torch.linalg.eigvalsh(opt.preconditioner.factors("0")[0].double())
     assert values.min() > -1e-5 * values.max()
 

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import pydoc
 import re
-import warnings
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.core.options import OPTIONS, SECTIONS
-from tests.support.training import backward, network, train
+from tests.support.training import backward, network, train, warnings_as
 
 
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam], ids=lambda c: c.__name__)
@@ -151,8 +150,7 @@ def test_lr_0_at_construction_leaves_the_clip_off():
     with pytest.warns(UserWarning, match="lr 0 at construction turns the KL clip off; build") as w:
         KFACSGD(network(), lr=0.0, compute_method="eigen")
     assert [x.filename for x in w] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         KFACSGD(network(), lr=0.0)  # has no clip
 
 
@@ -176,8 +174,7 @@ def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
         KFACSGD(model, lr=0.1)
     assert [w.filename for w in found] == [__file__]
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         KFACSGD(model, lr=0.1)
 
 

@@ -17,12 +17,13 @@ from tests.support.training import (
     assert_near,
     assert_same,
     backward,
+    descend,
     difference,
     network,
     train,
     values,
 )
-from tests.support.watch import stepped_blocks
+from tests.support.watch import Body, seeded, stepped_blocks
 
 optim = torch.optim
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -361,23 +362,20 @@ def test_a_layer_that_was_frozen_in_part_steps_no_further(base):
     assert 0 < difference(before, model)["0.bias"].norm() < 3 * usual
 
 
-class Heads(nn.Module):
-    """Two heads, of which a pass uses those that are named."""
+def of_two_heads() -> nn.Module:
+    """Return two heads, of which a pass uses those that are named."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.heads = nn.ModuleDict({name: nn.Linear(4, 3).double() for name in "ab"})
+    def use(m: nn.Module, x: Tensor, names: str) -> Tensor:
+        return torch.stack([m.heads[name](x).square().mean() for name in names]).sum()
 
-    def forward(self, x: Tensor, names: str) -> Tensor:
-        return torch.stack([self.heads[name](x).square().mean() for name in names]).sum()
+    return Body(use, heads=nn.ModuleDict({name: nn.Linear(4, 3) for name in "ab"}))
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
 def test_a_head_counts_its_own_steps_alone(cls):
     """Where it rests while the other head steps, it goes on as if there was no other."""
     settings: dict[str, Any] = {"lr": 0.01, "betas": (0.8, 0.9)}
-    model, alone = Heads(), Heads()
+    model, alone = seeded(of_two_heads), seeded(of_two_heads)
     opt, other = (with_kfac(cls)(x, **settings, **ANEW) for x in (model, alone))
     plain = cls([nn.Parameter(p.detach().clone()) for p in model.parameters()], **settings)
     for i, names in enumerate(["ab", "ab", "a", "a", "a", "a", "b", "a", "b", "ab", "b", "b"]):
@@ -440,9 +438,7 @@ def test_weights_decay_as_under_sgd(settings):
         opt = cls(first, lr=0.1, weight_decay=5e-4, **settings)
         before = values(model)
         for _ in range(200):
-            opt.zero_grad()
-            (model(torch.ones(2, 4).double()) * 0).sum().backward()
-            opt.step()
+            descend(opt, (model(torch.ones(2, 4).double()) * 0).sum())
         ends.append([p.norm() / before[n].norm() for n, p in model.named_parameters() if p.any()])
     assert_near(*map(torch.stack, ends), 1e-2, 0)
     assert len(ends[0]) == 3 and max(ends[0]) < 0.995

@@ -8,7 +8,6 @@ import functools
 import json
 import math
 import pickle
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +37,10 @@ from tests.support.training import (
     difference,
     factors,
     network,
+    recorded_warnings,
     train,
     values,
+    warnings_as,
 )
 
 DATA = Path(__file__).parents[1] / "data"
@@ -71,8 +72,7 @@ def pair(cls: Any, dtype: torch.dtype = torch.float64, seed: int = 0, **options:
 
 def quietly_load(opt: Any, state: dict[str, Any]) -> None:
     """A load that has nothing to report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings_as("error"):
         opt.load_state_dict(state)
 
 
@@ -720,8 +720,7 @@ def test_its_own_state_loads_after_that_of_another_class():
     expected = copy.deepcopy(model)
     other = torch.optim.AdamW(model.parameters())
     train(model, other, [0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what begins anew
+    with warnings_as("ignore"):  # of what begins anew
         opt.load_state_dict(other.state_dict())
     opt.load_state_dict(own)
     model.load_state_dict(weights)
@@ -736,8 +735,7 @@ def going_on(name: str, own: bool, paused: bool) -> tuple[list[float], list[str]
     settings = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
     model = network()
     opt = cls(model, **settings, assignment="layer-wise" if own else "opt")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         train(model, opt, range(3))
         share = [copy.deepcopy(opt.state_dict())]
         if not own:
@@ -748,7 +746,6 @@ def going_on(name: str, own: bool, paused: bool) -> tuple[list[float], list[str]
             train(model, other, range(3, 6))
     train(model, other, range(6, 30))
     assert all(layer.has_state for layer in other.preconditioner.registry.states.values())
-    texts = [str(one.message) for one in said]
     return [x for p in model.parameters() for x in p.flatten().tolist()], texts
 
 
@@ -816,12 +813,10 @@ def frozen_since(name: str, again: bool) -> tuple[list[float], list[str]]:
     settings = {**settings, "assignment": "layer-wise"}
     model = network()
     opt = cls(model, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a share
+    with warnings_as("ignore"):  # of a share
         train(model, opt, range(3))
         saved = copy.deepcopy(opt.state_dict())
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with recorded_warnings() as texts:
         opt = cls(model, **settings)
         opt.load_state_dict(copy.deepcopy(saved))
         if again:
@@ -834,9 +829,7 @@ def frozen_since(name: str, again: bool) -> tuple[list[float], list[str]]:
             model[2].weight.requires_grad_(False)
             with opt.preconditioner.paused():
                 train(model, opt, range(3, 6))
-    return [x for p in model.parameters() for x in p.flatten().tolist()], [
-        str(one.message) for one in said
-    ]
+    return [x for p in model.parameters() for x in p.flatten().tolist()], texts
 
 
 @pytest.mark.parametrize("name", ["momentum", "Adam"])

@@ -104,6 +104,12 @@ def set_grads(opt: torch.optim.Optimizer, seed: int, scale: float = 1.0) -> list
     return read_grads(opt)
 
 
+def random_step(opt: torch.optim.Optimizer, seed: int) -> list[Any]:
+    grads = set_grads(opt, seed)
+    opt.step()
+    return grads
+
+
 def read_grads(opt: torch.optim.Optimizer) -> list[Any]:
     return [
         [None if p.grad is None else p.grad.clone() for p in group["params"]]
@@ -123,9 +129,7 @@ def compare(opt: LAMB, ref: Reference, tolerance: float = 1e-12) -> None:
 
 def run_both(opt: LAMB, ref: Reference, steps: int = 3, tolerance: float = 1e-12) -> None:
     for step in range(steps):
-        grads = set_grads(opt, step)
-        opt.step()
-        ref.step(grads)
+        ref.step(random_step(opt, step))
         compare(opt, ref, tolerance)
 
 
@@ -238,9 +242,7 @@ def of_mixed_dtypes(tolerances: float, **options: Any) -> None:
     dtypes = [torch.float64, torch.bfloat16, torch.float32, torch.float16, torch.float32]
     params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
     opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
-    grads = set_grads(opt, 0)
-    opt.step()
-    ref.step(grads)
+    ref.step(random_step(opt, 0))
     for p, expected in zip(params, ref.groups[0]["params"], strict=True):
         least = 1e-6 if p.dtype == torch.float64 else 0.0
         tolerance = max(least, tolerances, 2 * torch.finfo(p.dtype).eps)
@@ -302,8 +304,7 @@ def trained(steps: int, **options: Any) -> tuple[LAMB, list[Any]]:
     groups: list[dict[str, Any]] = [{"params": params[:2]}, {"params": params[2:], "lr": 0.3}]
     opt = LAMB(groups, lr=0.1, **options)
     for step in range(steps):
-        set_grads(opt, step)
-        opt.step()
+        random_step(opt, step)
     return opt, params
 
 
@@ -322,8 +323,7 @@ def test_resumes_bit_for_bit() -> None:
         resumed.append((other, [p for g in other.param_groups for p in g["params"]]))
     for other, values in resumed:
         for step in range(3, 6):
-            set_grads(other, step)
-            other.step()
+            random_step(other, step)
         for p, q in zip(values, expected, strict=True):
             assert torch.equal(p, q)
             for key, value in other.state[p].items():
@@ -374,8 +374,7 @@ def test_state_of_a_sub_class_is_no_first_step() -> None:
     opt, plain = LAMB([p]), LAMB([q])
     opt.state[p]["kfac_entry"] = torch.zeros(1)
     for optimizer in (opt, plain):
-        set_grads(optimizer, 0)
-        optimizer.step()
+        random_step(optimizer, 0)
     assert torch.equal(p, q) and "kfac_entry" in opt.state[p]
 
 
@@ -385,8 +384,7 @@ def test_tensor_lr(shape: tuple[int, ...], weight_decay: float) -> None:
     for lr in (0.25, torch.full(shape, 0.25)):
         params = parameters(SHAPES, torch.float32)
         opt = LAMB(params, lr=lr, weight_decay=weight_decay)
-        set_grads(opt, 0)
-        opt.step()
+        random_step(opt, 0)
         results.append(params)
     assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
@@ -526,26 +524,18 @@ def test_apex_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             LAMB(parameters(SHAPES), backend="apex")
         for part in ("from its source", "APEX_CUDA_EXT=1", "public index", 'backend="torch"'):
             assert part in str(error.value)
-        opt = LAMB(parameters(SHAPES))
-        set_grads(opt, 0)
-        opt.step()
+        random_step(LAMB(parameters(SHAPES)), 0)
 
 
 def test_apex_is_left_out_where_tensors_do_not_suit_or_torch_is_asked(
     amp: FakeAmp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for backend in (None, "torch"):  # the parameters are on the CPU
-        opt = LAMB(parameters(SHAPES), backend=backend)
-        set_grads(opt, 0)
-        opt.step()
-    opt = LAMB(parameters(SHAPES), backend="apex")
-    set_grads(opt, 0)
+        random_step(LAMB(parameters(SHAPES), backend=backend), 0)
     with pytest.raises(RuntimeError, match='backend="apex" cannot step parameters on cpu'):
-        opt.step()
+        random_step(LAMB(parameters(SHAPES), backend="apex"), 0)
     monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "cpu")
-    opt = LAMB(parameters(SHAPES, torch.float32), backend="torch")
-    set_grads(opt, 0)
-    opt.step()
+    random_step(LAMB(parameters(SHAPES, torch.float32), backend="torch"), 0)
     assert not amp.calls
 
 
@@ -603,8 +593,7 @@ def test_backends_agree_and_share_their_state() -> None:
         one, two = LAMB(mine, backend="torch", **options), LAMB(other, backend="apex", **options)
         for step in range(4):
             for opt in (one, two):
-                set_grads(opt, step)
-                opt.step()
+                random_step(opt, step)
             if step == 1:  # go on from each other's checkpoint
                 saved = copy.deepcopy(one.state_dict())
                 one.load_state_dict(copy.deepcopy(two.state_dict()))

@@ -7,6 +7,7 @@ import copy
 import io
 import warnings
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from tests.support.training import (
     network,
     train,
     values,
+    warnings_as,
 )
 
 # ---- parameters, groups and models ----
@@ -184,9 +186,7 @@ def test_model_that_was_on_the_meta_device(frozen):
         RuntimeError, match=rf"Invalid params: {2 * frozen}\.weight was .*to_empty, "
     ):
         opt.step()
-    opt = KFACSGD(model, lr=0.1)
-    backward(model, 0)
-    opt.step()
+    train(model, KFACSGD(model, lr=0.1), [0])
 
 
 def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
@@ -200,11 +200,8 @@ def test_optimizer_that_could_not_be_built_leaves_the_model_alone():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     ]
     assert not hooks
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        opt = KFACSGD(model, lr=0.1)
-        backward(model, 0)
-        opt.step()
+    with warnings_as("error"):
+        train(model, KFACSGD(model, lr=0.1), [0])
 
 
 def test_skip_layers_pattern_that_matches_nothing():
@@ -421,10 +418,7 @@ def test_a_wrapper_may_take_over_an_optimizers_attributes(cls):
     wrapper = object.__new__(cls)
     wrapper.__dict__.update(opts.pop().__dict__)
     for opt, model in zip((*opts, wrapper), models, strict=True):
-        for i in range(2):
-            opt.zero_grad()
-            backward(model, i)
-            opt.step()
+        train(model, opt, range(2))
     assert_same(values(models[1]), values(models[0]))
 
 
@@ -461,14 +455,6 @@ def test_step_does_not_track_gradients():
 # ---- hooks ----
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, *args: Any) -> None:
-        self.calls += 1
-
-
 def fresh_base() -> type[Optimizer]:
     """A class of its own, whose step no other test has had wrapped."""
 
@@ -487,7 +473,9 @@ def fresh_base() -> type[Optimizer]:
 
 def check_hooks(opt: Any, model: nn.Module) -> None:
     """All hooks run once in each step, whether the base steps once more or not at all."""
-    counters = {name: Counter() for name in ("pre", "post", "global pre", "global post")}
+    counters = {
+        name: Mock(return_value=None) for name in ("pre", "post", "global pre", "global post")
+    }
     handles = [
         opt.register_step_pre_hook(counters["pre"]),
         opt.register_step_post_hook(counters["post"]),
@@ -497,7 +485,7 @@ def check_hooks(opt: Any, model: nn.Module) -> None:
     try:
         for i in range(1, 3):
             train(model, opt, [i])
-            assert {name: c.calls for name, c in counters.items()} == dict.fromkeys(counters, i)
+            assert all(counter.call_count == i for counter in counters.values())
     finally:
         for handle in handles:
             handle.remove()
@@ -553,12 +541,12 @@ def test_state_dict_and_load_hooks_fire_exactly_once(method):
     opt = KFACSGD(model, lr=0.1, momentum=0.9, compute_method=method)
     train(model, opt, [0])
     names = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    counters = {name: Counter() for name in names}
+    counters = {name: Mock(return_value=None) for name in names}
     for name, counter in counters.items():
         getattr(opt, f"register_{name}_hook")(counter)
     for i in range(1, 3):
         opt.load_state_dict(opt.state_dict())
-        assert {name: c.calls for name, c in counters.items()} == dict.fromkeys(names, i)
+        assert all(counter.call_count == i for counter in counters.values())
 
 
 # ---- groups and parameters that change ----
@@ -750,8 +738,7 @@ def test_neither_factors_nor_steps_depend_on_the_loss_scale(form):
         options = ANEW if form is None else {"grad_scaler": scales[form], **EVERY_STEP}
         opt = KFACSGD(model, lr=0.05, momentum=0.9, **options)
         steps = range(1) if form in ("number", "tensor") else range(5)  # the scale grows
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings_as("error"):
             scaled_training(model, opt, scaler, steps)
         assert scaler.get_scale() == scale * (1 if len(steps) == 1 else 4)
         results.append((factors(opt), values(model)))

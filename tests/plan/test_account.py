@@ -23,23 +23,20 @@ from kaisa_optim.plan.account import KEPT, Account
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early
+from tests.support.watch import Body
 
 MOVED = ("factors", "second_order", "gradients", "status")
 
 
-class Mixed(nn.Module):
-    """Layers of two precisions."""
+def mixed() -> nn.Module:
+    """Return layers of two precisions."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 9)
-        self.second = nn.Linear(9, 9).double()
-        self.third = nn.Linear(9, 9)
-        self.head = nn.Linear(9, 5).double()
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.second(m.first(x.float()).tanh().double()).tanh()
+        return m.head(m.third(x.float()).double())
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.first(x.float()).tanh().double()).tanh()
-        return self.head(self.third(x.float()).double())
+    parts = {"first": nn.Linear(7, 9), "second": nn.Linear(9, 9).double()}
+    return Body(use, **parts, third=nn.Linear(9, 9), head=nn.Linear(9, 5).double())
 
 
 class Tied(nn.Module):
@@ -74,7 +71,7 @@ class Case(NamedTuple):
 
 def build(case: Case) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    apart = {"mixed": Mixed, "tied": Tied, "coded": functools.partial(Tied, by_code=True)}
+    apart = {"mixed": mixed, "tied": Tied, "coded": functools.partial(Tied, by_code=True)}
     model = apart.get(case.network, lambda: network(case.network, dtype=case.dtype))()
     if case.frozen:
         model.get_submodule(case.frozen).requires_grad_(False)

@@ -19,7 +19,7 @@ from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
 from kaisa_optim.core.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
 from tests.support import groups
-from tests.support.training import values
+from tests.support.training import descend, values
 
 INPUTS, CLASSES = 7, 4
 
@@ -267,9 +267,7 @@ def train_alone(plan: Plan) -> Trained:
     opt = build(plan, model, model, **plan.alone)
     for step in range(plan.steps):
         x, y = batch(plan.network, step, plan.rows, plan.dtype)
-        opt.zero_grad()
-        (F.cross_entropy(model(x), y) * plan.loss_scale).backward()
-        opt.step()
+        descend(opt, F.cross_entropy(model(x), y) * plan.loss_scale)
     return Trained(values(model), kept(opt))
 
 

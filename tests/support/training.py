@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,6 +30,24 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch.object(refresh, "noted", lambda numbers: (numbers.clone(), event)),
     ):
         yield
+
+
+@contextmanager
+def warnings_as(action: Any) -> Iterator[None]:
+    """Let warnings be errors, or ignore them, or show them by the default of Python."""
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        yield
+
+
+@contextmanager
+def recorded_warnings(about: str = "") -> Iterator[list[str]]:
+    """Collect the texts of all warnings that have ``about`` in them, for the time after."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(x.message) for x in record if about in str(x.message)]
 
 
 def early(*steps: int) -> Any:
@@ -63,6 +82,13 @@ def backward(model: nn.Module, i: int, scale: Any = None) -> Tensor:
     loss = F.mse_loss(model(x), y)
     (loss if scale is None else scale(loss)).backward()
     return loss.detach()
+
+
+def descend(opt: Any, loss: Tensor) -> None:
+    """Take the step of a loss, and leave no gradients to the next."""
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
 
 
 def train(

@@ -27,6 +27,19 @@ DAMPING = 0.1
 PAPERS: dict[str, Any] = {"compute_method": "eigen", "kl_clip": None}
 
 
+class Body(nn.Module):
+    """Modules and parameters by their names, and a function that uses them as the forward pass."""
+
+    def __init__(self, use: Callable[..., Tensor], **parts: nn.Module | Tensor) -> None:
+        super().__init__()
+        self.use = use
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        return self.use(self, *inputs, **named)
+
+
 def normal(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
