@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import _get_current_function_mode
+from torch.profiler import record_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..comm.sharding import gathered_in, is_sharded, waiting_gradients
@@ -33,7 +34,7 @@ from ..layers.base import COUNT, GATHER, LEAVE, WHOLE, Layer, Moments, Part, Pas
 from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
 from ..linalg.products import full_precision, without_autocast
-from ..stages import stage
+from ..stages import PREFIX
 from .forward_pass import (
     NUMBERS,
     ForwardPass,
@@ -550,7 +551,9 @@ class Capture:
                 return
             layer, covers, device = call.layer, call.covers, grad.device.type
             precision = full_precision(self._precision)
-            with self._lock, torch.no_grad(), precision, without_autocast(device), stage("capture"):
+            profiled = torch._C._autograd._profiler_enabled()
+            label = (record_function if profiled else contextlib.nullcontext)(PREFIX + "capture")
+            with self._lock, torch.no_grad(), precision, without_autocast(device), label:
                 if drawing is None:
                     self._reach(call)
                 if call.task < GATHER:
