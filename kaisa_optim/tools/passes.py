@@ -76,7 +76,7 @@ def passes_of(
     ``batch`` is the model's input: a tensor, a tuple of arguments or a dict of them. ``fraction``
     is the part of the examples that statistics are taken from; None: by rows.
     """
-    args, kwargs = arguments(_on_meta(batch))
+    args, kwargs = arguments(tree.tree_map_only(Tensor, lambda x: x.to("meta"), batch))
     rows: dict[str, int] = {}
     counter, traffic = FlopCounterMode(display=False), _Traffic()
     try:
@@ -97,10 +97,6 @@ def passes_of(
     return Passes(both * float(counter.get_total_flops()), rows, both * traffic.size)
 
 
-def _on_meta(values: Any) -> Any:
-    return tree.tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, values)
-
-
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -118,13 +114,11 @@ def _reader(layer: Layer, rows: dict[str, int], fraction: float | None) -> Any:
     # Blocks of a convolution are groups of its outputs; blocks of attention share an output.
     outputs_of_row = task.g * (1 if layer.intercepts() else task.blocks)
 
-    def count(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        tensors = [x for x in tree.tree_leaves(outputs) if isinstance(x, Tensor)]
-        if tensors:
-            own = tensors[0].numel() // outputs_of_row
-            x = next((x for x in tree.tree_leaves(inputs) if isinstance(x, Tensor)), tensors[0])
-            part = layer.part(x, tensors[0], (fraction, 0))
-            read = round(own * part.taken / part.whole)
+    def count(module: nn.Module, *passed: Any) -> None:
+        x, out = (next(filter(torch.is_tensor, tree.tree_leaves(y)), None) for y in passed)
+        if out is not None:
+            part = layer.part(out if x is None else x, out, (fraction, 0))
+            read = round(out.numel() // outputs_of_row * part.taken / part.whole)
             rows[task.name] = rows.get(task.name, 0) + max(1, read)
 
     return count
