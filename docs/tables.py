@@ -497,7 +497,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for path, page in pages():
         path.write_text(page)
-    traffic.main(["--write", str(PAGES / "traffic.csv")])
+    (PAGES / "traffic.csv").write_text(traffic.as_csv())
     from docs import pictures
 
     pictures.draw_all()

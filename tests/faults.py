@@ -151,7 +151,7 @@ FAULTS = (
     Fault("a direction across the momentum is as long as it likes", "curvature/lengths.py",
           "(norms * _LEAST_COSINE)", "(norms * 0)", "curvature/test_lengths.py"),
     Fault("SGD's fall has the weight's rate for biases, too", "curvature/lengths.py",
-          "squares += _dots_of_last(momenta, momenta).mul_(shares - 1)", "pass",
+          "momenta if shares is None else _in_last(momenta, shares.sqrt())", "momenta",
           "curvature/test_lengths.py"),
     Fault("the inner roots are left out of a direction", "curvature/rules.py",
           "white = products.between(left, gradients, right.mT if a.dim() == 3 else right)",

@@ -252,13 +252,14 @@ class AdamLength(Length):
             moved = torch.where(present, moved, older)
         torch._foreach_copy_(stacks, list(moved.split(share.sizes)))
         rate, shares = share.rates(base.rates)
+        if shares is not None:
+            _leave_to_biases(share, momenta, rate)
         units, norms, along = _along(share, momenta, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
-        both = norms * share.roots
+        sums = share.roots
         if shares is not None:
-            falling = _in_last(momenta, shares.sqrt())
-            both = norms_of(falling, 1).to(norms.dtype) * norms_of(falling, 2)
-        fall = both.mul_(divisors) / adam.rest1
+            sums = norms_of(_in_last(momenta, shares.sqrt()), 1).to(norms.dtype)
+        fall = (norms * sums).mul_(divisors) / adam.rest1
         fall /= deviation
         scales = _limited(fall / along, share, rate, taken=False) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
@@ -275,11 +276,7 @@ class FallLength(Length):
         rate, shares = share.rates(base.rates)
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
-            # Weights at rate 0 rest: the fall is left to their biases.
-            moves = torch.ones_like(divisors) * rate != 0
-            for stacks in (share.directions, momenta):
-                for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
-                    stack[..., :-1] *= part[:, None, None]
+            _leave_to_biases(share, momenta, rate)
         units, _, along = _along(share, momenta, None)
         scales = share.measured.clamp(min=0) / along.mul_(divisors)
         scales = _limited(scales, share, rate, taken=True) * units
@@ -293,17 +290,25 @@ class SGDLength(Length):
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
     ) -> None:
         rate, shares = share.rates(base.rates)
-        units, norms, along = _along(share, momenta, shares)
-        squares = norms.square_()
         if shares is not None:
-            squares += _dots_of_last(momenta, momenta).mul_(shares - 1)
+            _leave_to_biases(share, momenta, rate)
+        units, norms, along = _along(share, momenta, shares)
         # SGD steps along a momentum of any length.
         size = share.squares.sqrt().div_(share.roots)
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
         limit = torch.maximum(size * _OF_WEIGHTS_BY_SGD, free).maximum(share.free) / rate
-        scales = squares.div_(along).mul_(divisors).nan_to_num_(nan=math.inf, posinf=math.inf)
+        scales = norms.square_().div_(along).mul_(divisors)
+        scales.nan_to_num_(nan=math.inf, posinf=math.inf)
         scales = torch.minimum(scales, limit).nan_to_num_(nan=0.0, posinf=0.0).mul_(units)
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
+
+
+def _leave_to_biases(share: Share, momenta: list[Tensor], rate: Number) -> None:
+    """Take weights at rate 0, which rest, out of the directions and the momenta."""
+    moves = torch.ones_like(share.roots) * rate != 0
+    for stacks in (share.directions, momenta):
+        for stack, part in zip(stacks, moves.split(share.sizes), strict=True):
+            stack[..., :-1] *= part[:, None, None]
 
 
 def _in_last(stacks: Sequence[Tensor], shares: Tensor) -> list[Tensor]:
@@ -334,9 +339,9 @@ def _along(
     """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's divisors, each ``[blocks]``.
 
     Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
-    0.01 ‖D‖ ‖M‖ and not 0; ``shares`` multiply the last column's part.
+    0.01 ‖D‖ ‖M‖ and not 0. ``shares`` multiply the last column's part of ⟨D, M⟩ and of ‖M‖².
     """
-    norms = norms_of(momenta, 2)
+    norms = norms_of(momenta if shares is None else _in_last(momenta, shares.sqrt()), 2)
     moved = share.directions if shares is None else _in_last(share.directions, shares)
     units = share.roots / norms_of(moved, 2).clamp_(min=_TINY)
     pairs = zip(share.directions, momenta, strict=True)

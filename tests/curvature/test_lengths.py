@@ -287,7 +287,7 @@ def groups_of(model: nn.Module, rate: float, other: float) -> list[dict[str, Any
 
 
 @property_test
-@given(rate=rates, share=st.sampled_from([1.0, 0.25, 3.0]), size=sizes, free=st.booleans(),
+@given(rate=rates, share=st.sampled_from([1.0, 0.25, 3.0, 0.0]), size=sizes, free=st.booleans(),
        how=momenta)  # fmt: skip
 def test_sgds_fall_gives_a_length(rate, share, size, free, how):
     """Σ lr ‖M‖² / Σ lr ⟨D, M⟩ in each block, up to its limit; rates of groups weigh."""
@@ -301,6 +301,9 @@ def test_sgds_fall_gives_a_length(rate, share, size, free, how):
             for key, block in stepped(model, opt).items():
                 row = rates_of(model, key[0], block, rate, share)
                 of_weight = float(row[0, 0])
+                if of_weight == 0:
+                    assert not block.step.any()
+                    continue
                 block = block.moved_by(row / of_weight)
                 fall = float((row * block.momentum.square()).sum())
                 along = float((row * block.direction * block.momentum).sum())
@@ -309,6 +312,26 @@ def test_sgds_fall_gives_a_length(rate, share, size, free, how):
                 if free:
                     moved = float((block.step * block.momentum).sum())
                     assert moved == pytest.approx(fall, rel=1e-7)
+
+
+@pytest.mark.parametrize("cls", [KFACSGD, with_kfac(torch.optim.RMSprop)])
+def test_biases_fall_alone_where_their_weights_rest(cls):
+    """A bias steps as far as it does where its weight has no momentum."""
+    steps = []
+    for still in (False, True):
+        model = Blocks()
+        biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
+        weights = [p for n, p in model.named_parameters() if not n.endswith("bias")]
+        groups = [{"params": weights, "lr": 0.0}, {"params": biases, "lr": 0.1}]
+        opt = cls(groups, model=model, lr=0.1, **ANEW)
+        backward(model, 0)
+        with unlimited(), directed(torch.sign):
+            if still:
+                for p in weights:
+                    p.grad.zero_()
+            steps.append(taken(opt, model))
+    for name in steps[0]:
+        assert_close(steps[0][name], steps[1][name], 1e-6, name)
 
 
 def rates_of(model: nn.Module, name: str, block: Block, rate: float, share: float) -> Tensor:
