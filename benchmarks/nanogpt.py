@@ -13,6 +13,7 @@ computes, without the measurements. --widths trains AdamW and KFACAdam at severa
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import statistics
 from collections.abc import Callable
@@ -193,17 +194,20 @@ def tell(run: dict[str, Any]) -> str:
 
 def row(runs: list[dict[str, Any]], base: float) -> dict[str, Any]:
     """Return the means over seeds; ``base`` are the seconds that AdamW takes for its steps."""
-    parts = [round(part * len(runs[0]["curve"]) / 4) - 1 for part in (1, 2, 3, 4)]
-    means = [statistics.fmean(run["curve"][i][2] for run in runs) for i in parts]
-    seconds = [run["curve"][-1][1] for run in runs]
-    steps = runs[0]["steps"]
+    steps, curves = runs[0]["steps"], [run["curve"] for run in runs]
+    # A run that diverged is broken off.
+    losses = [[x[2] for x in curve] + [math.inf] * (steps // EVERY) for curve in curves]
+    parts = [round(part * steps / EVERY / 4) - 1 for part in (1, 2, 3, 4)]
+    means = [round(statistics.fmean(of_run[i] for of_run in losses), 4) for i in parts]
+    step = statistics.fmean(curve[-1][1] / curve[-1][0] for curve in curves)
     result: dict[str, Any] = {"optimizer": runs[0]["name"], "lr": runs[0]["lr"], "steps": steps}
-    result |= {"seeds": len(runs), "losses": [round(x, 4) for x in means]}
-    result |= {"last losses": [round(last(run), 4) for run in runs]}
-    result["ms per step"] = round(1e3 * statistics.fmean(seconds) / steps, 1)
+    result |= {"seeds": len(runs), "losses": means, "ms per step": round(1e3 * step, 1)}
+    result["last losses"] = [round(last(run), 4) for run in runs]
     if base:
-        within = [[loss for _, s, loss in run["curve"] if s <= base][-1] for run in runs]
-        result["of a step"] = round(statistics.fmean(seconds) / steps / base * STEPS, 3)
+        ended = [run for run in runs if last(run) < math.inf]
+        within = [[loss for _, s, loss in run["curve"] if s <= base][-1] for run in ended]
+        within += [math.inf] * (len(runs) - len(ended))
+        result["of a step"] = round(step / base * STEPS, 3)
         result["loss at AdamW's seconds"] = round(statistics.fmean(within), 4)
     met = [point for run in runs if (point := reached(run)) is not None]
     if len(met) == len(runs):
@@ -218,7 +222,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text, _ = characters(options.data)
-    get = Runs(options.out, partial(train, text), tell).get
+    store = Runs(options.out, partial(train, text), tell)
+    get = store.get
     if options.widths:
         widths = []
         for width, name in itertools.product(WIDTHS, ("AdamW", "KFACAdam")):
@@ -240,9 +245,12 @@ def main() -> None:
     for seed in range(options.seeds):
         for (name, lr, steps), same in runs.items():
             same.append(get(name=name, lr=lr, seed=seed, steps=steps))
-    bases = [run for each, same in runs.items() if each[::2] == ("AdamW", STEPS) for run in same]
-    base = statistics.fmean(run["curve"][-1][1] for run in bases) if bases else 0.0
-    rows = [row(same, base) for same in runs.values()]
+    bases = [x for x in store.done if x["name"] == "AdamW" and x["steps"] == STEPS]
+    seconds = [x["curve"][-1][1] for x in bases if "width" not in x and last(x) < math.inf]
+    base = statistics.fmean(seconds) if seconds else 0.0
+    rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = [each for each in rows if each["optimizer"] not in best]
+    rows += [row(same, base) for same in runs.values()]
     keep(options.out, target=TARGET, rows=rows)
     for each in rows:
         print(each)

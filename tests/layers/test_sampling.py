@@ -265,9 +265,13 @@ def test_the_papers_normalization_is_the_covariance_of_the_rows_that_are_taken(k
 # ---- a cycle of turns is the whole ----
 
 
-@pytest.mark.parametrize("name", ["images", "tokens"])
+@pytest.mark.parametrize("name", ["images", "tokens", "transposed"])
 def test_the_turns_of_a_cycle_average_to_the_whole(name):
-    net, (x, _) = network(name), batch(name, 0, 8)
+    if name == "transposed":
+        layers = nn.Conv2d(2, 4, 3), nn.ConvTranspose2d(4, 2, 2, 2), nn.Flatten(), nn.Linear(128, 3)
+        net, x = prepared(nn.Sequential(*layers)), normal(8, 2, 6, 6)
+    else:
+        net, (x, _) = network(name), batch(name, 0, 8)
     (whole,) = each_step(copy.deepcopy(net), x, 1)
     turns = each_step(net, x, 8, statistics_fraction=0.25)
     for name, factors in whole.items():
