@@ -17,7 +17,7 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # elsewhere, and the record follows the numbers down.
 SUMS = {
     "lines of the package": 12_461,
-    "functions of the package": 742,
+    "functions of the package": 743,
     "files of the package": 49,
     "lines of tools": 2_182,
     "lines of tests": 30_145,
