@@ -16,8 +16,8 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 12_461,
-    "functions of the package": 743,
+    "lines of the package": 12_450,
+    "functions of the package": 742,
     "files of the package": 49,
     "lines of tools": 2_182,
     "lines of tests": 30_145,

@@ -252,9 +252,7 @@ class AdamLength(Length):
             moved = torch.where(present, moved, older)
         torch._foreach_copy_(stacks, list(moved.split(share.sizes)))
         rate, shares = share.rates(base.rates)
-        if shares is not None:
-            _leave_to_biases(share, momenta, rate)
-        units, norms, along = _along(share, momenta, shares)
+        units, norms, along = _along(share, momenta, rate, shares)
         deviation = (moved / adam.rest2).sqrt_().add_(share.roots * adam.eps)
         sums = share.roots
         if shares is not None:
@@ -277,7 +275,7 @@ class FallLength(Length):
         if shares is not None:  # the base moves the parameters by directions as they are
             share.directions = _in_last(share.directions, shares)
             _leave_to_biases(share, momenta, rate)
-        units, _, along = _along(share, momenta, None)
+        units, _, along = _along(share, momenta, rate, None)
         scales = share.measured.clamp(min=0) / along.mul_(divisors)
         scales = _limited(scales, share, rate, taken=True) * units
         torch._foreach_mul_(share.directions, list(scales[:, None, None].split(share.sizes)))
@@ -290,9 +288,7 @@ class SGDLength(Length):
         self, share: Share, momenta: list[Tensor], divisors: Tensor, base: BaseNumbers
     ) -> None:
         rate, shares = share.rates(base.rates)
-        if shares is not None:
-            _leave_to_biases(share, momenta, rate)
-        units, norms, along = _along(share, momenta, shares)
+        units, norms, along = _along(share, momenta, rate, shares)
         # SGD steps along a momentum of any length.
         size = share.squares.sqrt().div_(share.roots)
         free = (size * _FREE_OF_WEIGHTS_BY_SGD).clamp_(_FREE_OF_ZEROS_BY_SGD, _FREE)
@@ -327,27 +323,20 @@ def norms_of(stacks: Sequence[Tensor], order: float) -> Tensor:
     return torch.stack(torch._foreach_norm([*blocks], order, dtype=wide))
 
 
-def _dots_of_last(ones: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    """Return the inner products of the blocks' last columns, ``[blocks]``."""
-    pairs = zip(ones, others, strict=True)
-    return torch.cat([(x[..., -1:] * y[..., -1:]).sum((1, 2)) for x, y in pairs])
-
-
 def _along(
-    share: Share, momenta: list[Tensor], shares: Tensor | None
+    share: Share, momenta: list[Tensor], rate: Number, shares: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scales to units, norms of momenta, and ⟨D, M⟩ over M's divisors, each ``[blocks]``.
 
     Directions in units have a root mean square of 1; zero stays zero. ⟨D, M⟩ is at least
     0.01 ‖D‖ ‖M‖ and not 0. ``shares`` multiply the last column's part of ⟨D, M⟩ and of ‖M‖².
     """
+    if shares is not None:
+        _leave_to_biases(share, momenta, rate)
     norms = norms_of(momenta if shares is None else _in_last(momenta, shares.sqrt()), 2)
     moved = share.directions if shares is None else _in_last(share.directions, shares)
     units = share.roots / norms_of(moved, 2).clamp_(min=_TINY)
-    pairs = zip(share.directions, momenta, strict=True)
-    dots = torch.cat([(x * y).sum((1, 2)) for x, y in pairs])
-    if shares is not None:
-        dots += _dots_of_last(share.directions, momenta).mul_(shares - 1)
+    dots = torch.cat([(x * y).sum((1, 2)) for x, y in zip(moved, momenta, strict=True)])
     least = (norms * _LEAST_COSINE).mul_(share.roots)
     return units, norms, torch.maximum(dots.mul_(units), least).clamp_(min=_TINY)
 
