@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from kaisa_optim.account import Account, Means, Usage
 from kaisa_optim.curvature.rules import EigenRule
-from kaisa_optim.plan.account import Account, Means, Usage
 from kaisa_optim.plan.facts import Sizes
 
 

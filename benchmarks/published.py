@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from benchmarks import traffic
 from benchmarks.traffic import BLOCKS, bert_large, table
+from kaisa_optim.account import Account
 from kaisa_optim.curvature.rules import EigenRule, PolarRule
-from kaisa_optim.plan.account import Account
 from kaisa_optim.plan.assignment import LayerWise, Opt, Task, WorkAssignment
 from kaisa_optim.plan.facts import Work
 from kaisa_optim.plan.schedule import Schedule

@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from benchmarks.papers_account import Papers
 from benchmarks.recipes import command_line
+from kaisa_optim.account import Account, Means, Usage
 from kaisa_optim.curvature.lengths import AdamLength
 from kaisa_optim.curvature.rules import PolarRule
-from kaisa_optim.plan.account import Account, Means, Usage
 from kaisa_optim.plan.assignment import (
     Hybrid,
     LayerWise,

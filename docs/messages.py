@@ -18,7 +18,7 @@ VALUE = "…"
 MANY = 60  # texts of one place
 DEEP = 3  # calls between a text and its error
 SOURCES = "invalid", "invalid_because"
-WARN = "warn", "warnings.warn", "agreement.warn"
+WARN = "warn", "warnings.warn", "agree.warn"
 # Names that hold parts of messages: looked up inside of another text, too.
 PARTS = "must", "why", "reason", "remedy", "rest", "text", "cause"
 
@@ -96,7 +96,7 @@ class Source:
             title = parts[0][0] if len(parts[0]) == 1 else VALUE
             given = f"{VALUE}; " if name == "invalid" else ""
             yield from (f"Invalid {title}: {given}{why}" for why in parts[-1])
-        elif len(parts) > 1 and ast.unparse(call.func) == "agreement.warn":
+        elif len(parts) > 1 and ast.unparse(call.func) == "agree.warn":
             yield from parts[1]
         elif parts:
             yield from parts[0]

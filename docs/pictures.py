@@ -245,11 +245,11 @@ def draw_step(plt: Any) -> None:
     figure, axis = _canvas(plt, 9, 2.6)
     boxes = [
         ("gather", "capture/hooks.py\nlayers/", "passes"),
-        ("report, agree", "core/exchange.py\ncomm/agreement.py", "step()"),
+        ("report, agree", "exchange.py\nagree.py", "step()"),
         ("plan", "plan/schedule.py\nplan/routes.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
-        ("directions", "core/plan.py\ncurvature/rules.py", "step()"),
-        ("lengths, base", "curvature/lengths.py\noptim/bases.py", "step()"),
+        ("directions", "compiled.py\ncurvature/rules.py", "step()"),
+        ("lengths, base", "curvature/lengths.py\nbases.py", "step()"),
     ]
     for place, (title, modules, when) in enumerate(boxes):
         left = 2.2 * place

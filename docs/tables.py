@@ -24,8 +24,8 @@ from benchmarks.convergence.tasks import TASKS
 from benchmarks.papers_account import Papers
 from docs.messages import Source
 from docs.remedies import REMEDIES
-from kaisa_optim.core.options import OPTIONS
-from kaisa_optim.optim import arguments
+from kaisa_optim import arguments
+from kaisa_optim.options import OPTIONS
 from kaisa_optim.plan.assignment import Hybrid, Task
 
 ROOT = Path(__file__).parent.parent
@@ -100,21 +100,21 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "__init__", "optim/arguments", "optim/family", "optim/mixin", "optim/lamb",
-        "core/coverage", "core/registry",
+        "__init__", "arguments", "family", "optimizer", "lamb",
+        "coverage", "registry",
     ),
-    "Options": ("core/options", "core/registry", "errors"),
+    "Options": ("options", "registry", "errors"),
     "Steps": (
-        "core/reports", "core/preconditioner", "core/exchange", "core/plan",
-        "optim/bases", "capture/hooks", "capture/forward",
+        "reports", "preconditioner", "exchange", "compiled",
+        "bases", "capture/hooks", "capture/passes",
         "curvature", "linalg",
     ),
     "The true Fisher": ("capture/fisher",),
-    "Ranks": ("comm",),
+    "Ranks": ("comm", "agree"),
     "Assignment": ("plan/assignment",),
     "Plans": ("tools",),
-    "Checkpoints": ("optim/checkpoint",),
-    "Schedules": ("optim/scheduler",),
+    "Checkpoints": ("checkpoint",),
+    "Schedules": ("scheduler",),
     "Your own layer kind": ("layers",),
 }  # fmt: skip
 ANY_OPTION = "Invalid …: …"

@@ -4,11 +4,11 @@ from typing import NoReturn
 
 import torch
 
+from .family import KFACLAMB, KFACSGD, KFACAdam, with_kfac
+from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
-from .optim.family import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from .optim.lamb import LAMB
-from .optim.scheduler import KFACParamScheduler, decay_at
 from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
+from .scheduler import KFACParamScheduler, decay_at
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from docs import messages, tables
-from kaisa_optim.optim import arguments
+from kaisa_optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
 ROOT = Path(__file__).parent.parent

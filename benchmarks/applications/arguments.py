@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from benchmarks.muon import Muon
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam, with_kfac
-from kaisa_optim.core.options import OPTIONS
-from kaisa_optim.optim.mixin import KFACMixin
+from kaisa_optim.optimizer import KFACMixin
+from kaisa_optim.options import OPTIONS
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "SGD": torch.optim.SGD,

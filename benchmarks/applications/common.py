@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.convergence.search import WARMUP, now, share_of_rate
 from benchmarks.machine import keep
-from kaisa_optim.optim.mixin import KFACMixin
+from kaisa_optim.optimizer import KFACMixin
 
 from .arguments import Defaults, build, by_papers, has_kfac, parse
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.recipes import replace
-from kaisa_optim.optim.mixin import KFACMixin
+from kaisa_optim.optimizer import KFACMixin
 
 from .contestants import Config, Contestant
 from .tasks import Step, Task

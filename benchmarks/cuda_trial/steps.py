@@ -30,7 +30,7 @@ from benchmarks.step_time.contestants import (
 )
 from benchmarks.step_time.steps import floor, preconditioning
 from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task, shown
-from kaisa_optim.optim.mixin import KFACMixin
+from kaisa_optim.optimizer import KFACMixin
 
 from .parts import Settings
 

@@ -35,7 +35,7 @@ from ..layers.watch import Scope, WatchMode, running_calls
 from ..linalg.moments import unit_of
 from ..linalg.products import full_precision, without_autocast
 from ..stages import PREFIX
-from .forward_pass import (
+from .passes import (
     NUMBERS,
     ForwardPass,
     ForwardPasses,

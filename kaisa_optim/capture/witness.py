@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.sharding import is_sharded
 from ..layers.base import COMPARE, Layer
-from .forward_pass import accumulates_into, graph_task
+from .passes import accumulates_into, graph_task
 
 if TYPE_CHECKING:
     from .hooks import Call

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.forward_pass import ForwardPass
+from ..capture.passes import ForwardPass
 from ..layers import Layer, Moments
 from ..linalg.moments import pack, packed_size, unpack
 from ..linalg.products import full_precision, least

@@ -18,8 +18,8 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from ..optim import family
-from ..optim.mixin import KFACMixin
+from .. import family
+from ..optimizer import KFACMixin
 from . import calibration, factories, hardware, pictures
 from .planner import Plan, plan
 from .prices import STAGES

@@ -6,11 +6,11 @@ import logging
 
 import torch
 
-from ..comm import agreement
+from .. import agree
 from ..comm.ranks import Ranks
-from ..core.options import Options
 from ..errors import invalid_because
-from ..optim.mixin import KFACMixin
+from ..optimizer import KFACMixin
+from ..options import Options
 from . import hardware
 from .choice import Choice, candidates, price
 from .survey import survey
@@ -28,7 +28,7 @@ def settled(optimizer: KFACMixin) -> Options:
     options, group = optimizer._kfac_options, optimizer._kfac_process_group
     ranks = Ranks(group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype)
     if ranks.world > 1:  # a rank with another fraction compares its options, too
-        agreement.compare(ranks, options.described(), "options")
+        agree.compare(ranks, options.described(), "options")
     error: Exception | None = None
     title, budget = "", 0
     try:
@@ -46,7 +46,7 @@ def settled(optimizer: KFACMixin) -> Options:
         error = problem
     if ranks.world == 1 and error is not None:
         raise error
-    agreement.compare(ranks, {"the assignment that a plan chose": title}, "plans", error)
+    agree.compare(ranks, {"the assignment that a plan chose": title}, "plans", error)
     if ranks.rank == 0:
         logger.info("%s", choice.reason)
     return options.choosing(best.candidate.strategy, choice.reason)

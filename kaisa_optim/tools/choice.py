@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..account import Account
 from ..errors import invalid_because
-from ..plan.account import Account
 from ..plan.assignment import Grid, Hybrid, LayerWise, Opt, Task, WorkAssignment, assign, make_grid
 from ..plan.facts import LayerFacts, Sizes, Work
 from ..plan.schedule import Schedule

@@ -14,9 +14,9 @@ from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.registry import task_of
 from ..errors import invalid, invalid_because
 from ..layers import Layer
+from ..registry import task_of
 from .prices import Passes
 
 _BACKWARD = 2  # operations and bytes of a backward pass, in forward passes

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from ..core.coverage import unwrapped
-from ..core.options import check_budget
+from ..coverage import unwrapped
 from ..errors import invalid
-from ..optim.family import KFACAdam
-from ..optim.mixin import KFACMixin
+from ..family import KFACAdam
+from ..optimizer import KFACMixin
+from ..options import check_budget
 from ..plan.assignment import make_grid
 from . import hardware
 from .choice import Candidate, Choice, Priced, candidates, price

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..plan.account import Account, PerSlot
+from ..account import Account, PerSlot
 from ..plan.facts import LayerFacts, Work
 from ..plan.routes import grouped
 from ..plan.schedule import Slots

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..plan.account import Account
+from ..account import Account
 from ..plan.assignment import Grid
 from ..plan.schedule import Schedule
 from .choice import Candidate, Case

@@ -8,18 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import bases, reports
 from ..comm.ranks import Ranks
-from ..core import reports
-from ..core.coverage import unwrapped
-from ..core.options import Group
-from ..core.plan import CompiledPlan, sizes_of
-from ..core.preconditioner import make_rule
-from ..core.registry import Registry, task_of
+from ..compiled import CompiledPlan, sizes_of
+from ..coverage import unwrapped
 from ..curvature.group import ParameterStack
 from ..errors import invalid_because
-from ..optim import bases
-from ..optim.mixin import KFACMixin
+from ..optimizer import KFACMixin
+from ..options import Group
 from ..plan.assignment import LayerWise, Opt
+from ..preconditioner import make_rule
+from ..registry import Registry, task_of
 from .choice import Case, Momentum
 
 # Arguments of a base that a step on the meta device can't have, and values in their place.

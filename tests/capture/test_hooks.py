@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
-from kaisa_optim.capture.forward_pass import top_hooks
+from kaisa_optim.capture.passes import top_hooks
 from tests.capture.test_capture import assert_same, clean_run, convnet, fit, loss_of, mlp
 from tests.support import groups
 from tests.support.branches import Branches, backward, gathering, output_factor

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.capture.forward_pass import accumulates_into
 from kaisa_optim.capture.hooks import Capture
+from kaisa_optim.capture.passes import accumulates_into
 from kaisa_optim.layers import Layer, watch
 from kaisa_optim.layers.base import GATHER
 from tests.support.programs import Program, Rows

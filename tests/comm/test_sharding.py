@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from kaisa_optim import KFACSGD, LAMB
-from kaisa_optim.optim.lamb import global_norm
+from kaisa_optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
 from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
-from kaisa_optim.comm.agreement import alike, checksum
+from kaisa_optim.agree import alike, checksum
 from kaisa_optim.comm.ranks import Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule

@@ -22,12 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, Layer, compiled, exchange, register_layer
 from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm import ranks as comm_ranks
-from kaisa_optim.core import exchange, plan
-from kaisa_optim.core.preconditioner import Preconditioner
 from kaisa_optim.linalg import products
+from kaisa_optim.preconditioner import Preconditioner
 from tests.support.cluster import average, weights
 from tests.support.ranks import fresh, run
 from tests.support.training import ANEW, recorded_warnings, warnings_as
@@ -437,7 +436,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "passing on": (comm_ranks.Ranks, "_to_owners"),
     "decomposition": (products, "inverse_root"),
     "state": (exchange.Exchange, "share_state"),
-    "gradients": (plan.Rows, "exchange"),
+    "gradients": (compiled.Rows, "exchange"),
 }
 # And what the other ranks are then waiting for.
 GONE: dict[str, tuple[dict[str, Any], str]] = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.core.options import EARLY, FIXED, OPTIONS, SETTABLE, Options, check
+from kaisa_optim.options import EARLY, FIXED, OPTIONS, SETTABLE, Options, check
 from tests.support.training import METHODS, assert_same, backward, network, train
 
 NAN, INF = math.nan, math.inf

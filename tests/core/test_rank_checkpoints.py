@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.core.options import EARLY
+from kaisa_optim.options import EARLY
 from tests.optim.test_checkpoint import quietly_load
 from tests.support import groups
 from tests.support.cluster import kept, rank, taken_by, weights, world

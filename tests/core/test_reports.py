@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from kaisa_optim.core.options import OPTIONS, SETTABLE, Hyperparameters
-from kaisa_optim.core.preconditioner import Preconditioner
-from kaisa_optim.core.reports import Answers
+from kaisa_optim.options import OPTIONS, SETTABLE, Hyperparameters
+from kaisa_optim.preconditioner import Preconditioner
+from kaisa_optim.reports import Answers
 from tests.core.test_coverage import UNCOVERED, mixed, quiet
 from tests.support.training import warnings_as
 from tests.support.watch import exact, seeded

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, Layer, register_layer
-from kaisa_optim.capture.forward_pass import top_hooks
+from kaisa_optim.capture.passes import top_hooks
 from kaisa_optim.layers import LinearLayer
 from kaisa_optim.layers.attention import ProjectionLayer
 from kaisa_optim.layers.base import GATHER, WHOLE, Part

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.core.options import OPTIONS, SECTIONS
+from kaisa_optim.options import OPTIONS, SECTIONS
 from tests.support.training import backward, network, train, warnings_as
 
 

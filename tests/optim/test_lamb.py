@@ -17,8 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kaisa_optim.optim.lamb as lamb_module
-from kaisa_optim.optim.lamb import LAMB
+import kaisa_optim.lamb as lamb_module
+from kaisa_optim.lamb import LAMB
 
 DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
+from kaisa_optim.account import KEPT, Account
 from kaisa_optim.comm.sharding import parts_here
-from kaisa_optim.plan.account import KEPT, Account
 from tests.support.cluster import Scattered, average, batch, network
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
-from kaisa_optim.core.options import OPTIONS
+from kaisa_optim.options import OPTIONS
 from kaisa_optim.plan.assignment import Grid, Placement, Task
 from tests.support import groups
 from tests.support.training import descend, values

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
-from kaisa_optim.core import options
+from kaisa_optim import KFACSGD, options
 from kaisa_optim.curvature import refresh
 
 

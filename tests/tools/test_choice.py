@@ -92,7 +92,7 @@ def test_one_rank_has_one_strategy():
 
 
 def test_options_name_the_strategy():
-    from kaisa_optim.core.options import Options
+    from kaisa_optim.options import Options
 
     for one in candidates(12):
         settled = Options(**one.options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kaisa_optim.plan.account import Account
+from kaisa_optim.account import Account
 from kaisa_optim.plan.assignment import (
     Grid,
     Hybrid,

@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .assignment import Grid
-from .facts import LayerFacts, Sizes, cargo_bytes
-from .routes import (
+from .plan.assignment import Grid
+from .plan.facts import LayerFacts, Sizes, cargo_bytes
+from .plan.routes import (
     Round,
     all_reduced,
     gradient_rounds,
@@ -26,7 +26,7 @@ from .routes import (
     state_rounds,
     sum_buckets,
 )
-from .schedule import HEAD, Schedule
+from .plan.schedule import HEAD, Schedule
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..comm import agreement
-from ..comm.ranks import GatherItem
-from ..core.coverage import unwrapped
-from ..core.preconditioner import Preconditioner
-from ..curvature.group import specs_of, stack_key
-from ..curvature.lengths import SQUARE_SUM
-from ..curvature.rules import RULES
-from ..errors import invalid_because, is_real
-from ..layers import Layer
-from ..plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
+from . import agree
 from .arguments import GROUP_KEYS
+from .comm.ranks import GatherItem
+from .coverage import unwrapped
+from .curvature.group import specs_of, stack_key
+from .curvature.lengths import SQUARE_SUM
+from .curvature.rules import RULES
+from .errors import invalid_because, is_real
+from .layers import Layer
+from .plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
+from .preconditioner import Preconditioner
 
 if TYPE_CHECKING:
-    from .mixin import KFACMixin
+    from .optimizer import KFACMixin
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
@@ -180,7 +180,7 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     kfac = optimizer.preconditioner
     if kfac.status.comparison is None:
         return
-    for caller in agreement.callers():
+    for caller in agree.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
         if module == "torch.distributed.checkpoint.state_dict" and "options" in values:
             full = values["options"] is not None and values["options"].full_state_dict

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from ..capture.hooks import refuse_data_parallel
-from ..comm.sharding import cut_otherwise, is_sharded
-from ..errors import invalid_because
-from ..layers import (
+from .capture.hooks import refuse_data_parallel
+from .comm.sharding import cut_otherwise, is_sharded
+from .errors import invalid_because
+from .layers import (
     SCALES,
     Conv1DLayer,
     EmbeddingLayer,
@@ -25,7 +25,7 @@ from ..layers import (
     declared,
     kind_of,
 )
-from ..plan.facts import widest
+from .plan.facts import widest
 
 _CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'

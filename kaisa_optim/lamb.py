@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from ..comm.sharding import is_sharded, parts_here
-from ..errors import invalid, invalid_because
+from .comm.sharding import is_sharded, parts_here
+from .errors import invalid, invalid_because
 
 __all__ = ["LAMB"]
 

@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from ..comm.sharding import is_sharded, local, parts_here, sharded_like
-from ..core.options import Group, rate_of
-from ..core.plan import CompiledPlan
-from ..curvature.group import ParameterStack
-from ..curvature.lengths import AdamLength, AdamSettings, BaseNumbers, FallLength, Length, SGDLength
-from ..errors import invalid
 from . import checkpoint, lamb
+from .comm.sharding import is_sharded, local, parts_here, sharded_like
+from .compiled import CompiledPlan
+from .curvature.group import ParameterStack
+from .curvature.lengths import AdamLength, AdamSettings, BaseNumbers, FallLength, Length, SGDLength
+from .errors import invalid
 from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
+from .options import Group, rate_of
 
 if TYPE_CHECKING:
-    from .mixin import KFACMixin
+    from .optimizer import KFACMixin
 
 MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
 _DECAY = 0.9  # of that momentum

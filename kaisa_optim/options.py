@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..errors import check_callable, check_flag, invalid, invalid_because, is_real, unexpected
-from ..plan.assignment import WorkAssignment, check_fraction, choose
-from ..plan.facts import WIDEST
+from .errors import check_callable, check_flag, invalid, invalid_because, is_real, unexpected
+from .plan.assignment import WorkAssignment, check_fraction, choose
+from .plan.facts import WIDEST
 
 if TYPE_CHECKING:
-    from ..capture.hooks import Capture
-    from ..curvature.averages import FactorSums
+    from .capture.hooks import Capture
+    from .curvature.averages import FactorSums
 
 Check = Callable[[str, Any], Any]
 Schedule = Callable[[int], Any]

@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..capture import fisher
-from ..capture.hooks import Capture
-from ..comm import agreement, sharding
-from ..comm.ranks import Ranks
-from ..curvature import refresh
-from ..curvature.averages import FactorSums
-from ..curvature.group import Side, by_device, device_of
-from ..curvature.refresh import EMPTY, FAILED, REJECTED, Refresher
-from ..curvature.rules import Rule
-from ..layers import Layer
-from ..linalg.moments import unpack
-from ..plan.facts import FactorFacts
-from ..plan.routes import Bucket, state_rounds, sum_buckets
-from ..plan.schedule import HEAD, StepPlan, StepReport
-from ..stages import PREFIX
-from . import reports
+from . import agree, reports
+from .capture import fisher
+from .capture.hooks import Capture
+from .comm import sharding
+from .comm.ranks import Ranks
+from .compiled import Groups
 from .coverage import unwrapped
+from .curvature import refresh
+from .curvature.averages import FactorSums
+from .curvature.group import Side, by_device, device_of
+from .curvature.refresh import EMPTY, FAILED, REJECTED, Refresher
+from .curvature.rules import Rule
+from .layers import Layer
+from .linalg.moments import unpack
 from .options import Options
-from .plan import Groups
+from .plan.facts import FactorFacts
+from .plan.routes import Bucket, state_rounds, sum_buckets
+from .plan.schedule import HEAD, StepPlan, StepReport
 from .registry import Registry
+from .stages import PREFIX
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
@@ -76,7 +76,7 @@ class Comparison:
         whole = self._whole_weights() if due else {}
         if whole:
             names = [f"parameter {name!r} in step {steps}" for name in whole]
-            self._noted = names, refresh.noted(agreement.checksums(whole.values()))
+            self._noted = names, refresh.noted(agree.checksums(whole.values()))
 
     def checksum(self, common: dict[str, Any]) -> int:
         """Return a checksum of the values that must be alike, and of all notes."""
@@ -84,28 +84,28 @@ class Comparison:
             names, note = self._noted
             self._codes = dict(zip(names, refresh.read(note), strict=True))
             self._noted = None
-        return agreement.checksum([common, self._codes, self._graded])
+        return agree.checksum([common, self._codes, self._graded])
 
     def check(self, total: StepReport, common: dict[str, Any]) -> None:
         """Raise if values differ among the ranks, or if a gradient is missing on some."""
         codes, self._codes = self._codes, {}
         graded, self._graded = self._graded, []
-        if not agreement.alike(self._ranks.world, total.checksum, total.squares):
+        if not agree.alike(self._ranks.world, total.checksum, total.squares):
             self._raise_missing(graded, common["steps"])
-            agreement.raise_unlike(
+            agree.raise_unlike(
                 self._ranks, codes, "average gradients over all ranks before every step()"
             )
-            agreement.raise_difference(self._ranks, common, "hyperparameters")
+            agree.raise_difference(self._ranks, common, "hyperparameters")
         if not self._proven:
             # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
             whole = self._whole_weights()
-            agreement.compare_tensors(
+            agree.compare_tensors(
                 self._ranks,
                 {f"parameter {name!r}": p for name, p in whole.items()},
                 "give all ranks the same weights, by DistributedDataParallel or by one seed",
             )
             gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
-            agreement.compare_tensors(
+            agree.compare_tensors(
                 self._ranks,
                 {f"the gradient of {name!r}": x for name, x in gradients.items()},
                 "average gradients over all ranks before step(), or use DistributedDataParallel",
@@ -164,7 +164,7 @@ class Comparison:
         for layer, state, averages, with_state, total, squares, failures, kept in zip(
             layers, states, *columns, strict=True
         ):
-            if not agreement.alike(world, total, squares):
+            if not agree.alike(world, total, squares):
                 state.missed = 1
                 in_part.append(layer)
             is_uneven = 0 < kept < world and with_state < world
@@ -236,7 +236,7 @@ class Status:
                 error, doing, capture.errors.error = capture.errors.error, "capturing", None
                 if error is None and self._failure is not None:
                     (error, doing), self._failure = self._failure, None
-            agreement.raise_together(self._ranks, error, doing)
+            agree.raise_together(self._ranks, error, doing)
         return total
 
     def check(
@@ -252,7 +252,7 @@ class Status:
         # Count steps before any gradient; users may take one to make the state.
         self._idle = -1 if total.has_gradients or self._idle < 0 else self._idle + 1
         if self._idle == _IDLE:
-            agreement.warn(
+            agree.warn(
                 self._ranks,
                 f"step() was called {_IDLE} times, and no parameter of the optimizer has ever had "
                 "a gradient: nothing is trained; is the optimizer built on the model that runs, "
@@ -284,7 +284,7 @@ class Status:
         if rejected:
             names = ", ".join(map(repr, rejected))
             text = f"statistics that were not finite have been left out for {names}"
-            agreement.warn(self._ranks, text)
+            agree.warn(self._ranks, text)
         for layer, flag in told.items():
             state = states[layer.name]
             if flag & EMPTY:  # it begins as in the first step
@@ -302,7 +302,7 @@ class Status:
                     "ill-conditioned; look for a loss that is not finite and for diverging "
                     "activations, raise damping or skip the layer with skip_layers"
                 )
-            agreement.warn(
+            agree.warn(
                 self._ranks,
                 f"{text}; the state before it, at first the identity, stays in use. See whether "
                 "the loss is finite",
@@ -340,7 +340,7 @@ class Status:
             state.missed_with_gradient += has_gradient
             steps = state.missed_with_gradient
             if steps == _PATIENCE and not capture.was_paused and has_gradient:
-                agreement.warn(
+                agree.warn(
                     self._ranks,
                     f"layer {layer.name!r} has had a gradient in {steps} gathering steps, but no "
                     "pass went through its module, so older factors stay in use. The weight may be "

@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..comm import agreement, sharding
-from ..comm.ranks import Ranks
-from ..curvature.group import stack_key
-from ..errors import invalid_because
-from ..layers import Layer
-from ..plan import assignment
-from ..plan.assignment import Placement, Task
-from ..plan.facts import LayerFacts, ShardPlaces
-from ..plan.schedule import LayerState
-from . import coverage
+from . import agree, coverage
+from .comm import sharding
+from .comm.ranks import Ranks
 from .coverage import Coverage, unwrapped
+from .curvature.group import stack_key
+from .errors import invalid_because
+from .layers import Layer
 from .options import PER_GROUP, Group, Options
+from .plan import assignment
+from .plan.assignment import Placement, Task
+from .plan.facts import LayerFacts, ShardPlaces
+from .plan.schedule import LayerState
 
 logger = logging.getLogger("kaisa_optim")
 
@@ -260,7 +260,7 @@ class Registry:
                 f"skip_layers: {pattern!r} matches no module; patterns are searched in qualified "
                 "names (as in model.named_modules()) and class names"
             )
-            agreement.warn(self._ranks, text)
+            agree.warn(self._ranks, text)
         for name, layer in found.layers.items():  # layers that stay as they were keep their state
             old = self.layers.get(name, layer)
             same = old.module is layer.module and old.trained == layer.trained

@@ -14,24 +14,23 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from ..capture.hooks import Capture
-from ..comm import agreement
-from ..comm.ranks import Ranks
-from ..curvature import averages, rules
-from ..curvature.averages import FactorSums
-from ..curvature.lengths import BaseNumbers, Length, Share, norms_of
-from ..curvature.rules import Rule
-from ..layers import Layer
-from ..linalg.products import full_precision
-from ..plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
-from ..stages import PREFIX, stage
-from . import coverage, reports
+from . import agree, coverage, reports
+from .capture.hooks import Capture
+from .comm.ranks import Ranks
+from .compiled import CompiledPlan, Groups, products
+from .curvature import averages, rules
+from .curvature.averages import FactorSums
+from .curvature.lengths import BaseNumbers, Length, Share, norms_of
+from .curvature.rules import Rule
 from .exchange import Exchange, Status, with_gradient
+from .layers import Layer
+from .linalg.products import full_precision
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
-from .plan import CompiledPlan, Groups, products
+from .plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
 from .registry import Registry
 from .reports import Answers
+from .stages import PREFIX, stage
 
 _NO_WORK = StepPlan(-1)
 Parameters = Callable[[], Collection[Tensor]]  # some of the model's, asked for when they are needed
@@ -490,7 +489,7 @@ class Preconditioner(Answers):
                 values[f"sizes in parameter group {i}"] = [p.numel() for p in group["params"]]
             # A rank with meta parameters would refuse its step alone, and the others would wait.
             values["parameters on the meta device"] = sorted(registry.on_meta)
-            agreement.compare(self.ranks, values, "models and options", error)
+            agree.compare(self.ranks, values, "models and options", error)
         registry.rebuild(covered, groups)
         self.damping_of = registry.values("damping", groups)
         for layer in self.sums.passes.keys() - set(registry.layers.values()):
@@ -576,7 +575,7 @@ class Preconditioner(Answers):
             layer.cover(layer.covers_now())
         self._forget(apart)
         own = self._common(groups) | self.options.described()
-        agreement.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
+        agree.compare(self.ranks, own, "loaded states", refused, "loading a state", told=True)
         self.unsettled = [None]
         self.hyperparameters.take_intervals(self.steps)
         lacks = self.rule.lacks_half_products({device for device, _ in self.groups.places})

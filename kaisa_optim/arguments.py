@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import agreement
-from ..core import reports
-from ..core.options import OPTIONS, PER_GROUP
-from ..core.preconditioner import Preconditioner
-from ..errors import invalid, invalid_because, unexpected
-from ..plan.schedule import PATIENCE
+from . import agree, reports
+from .errors import invalid, invalid_because, unexpected
+from .options import OPTIONS, PER_GROUP
+from .plan.schedule import PATIENCE
+from .preconditioner import Preconditioner
 
 # Keys of a parameter group, beside the base's own.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
@@ -115,7 +114,7 @@ def refuse_zero_redundancy(title: str) -> None:
 
     A layer would miss its bias, and ranks would wait for layers that the others do not have.
     """
-    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agreement.callers()):
+    if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agree.callers()):
         why = (
             f"ZeroRedundancyOptimizer gives each rank a part of the parameters, and {title} needs "
             f'all; build {title} alone, where assignment="layer-wise" spreads the moments of Adam, '
@@ -175,4 +174,4 @@ class Notices:
             text = reports.poor_coverage(reports.coverage(kfac.registry))
             self._is_given = bool(text)
             if text:
-                agreement.warn(kfac.ranks, text)
+                agree.warn(kfac.ranks, text)

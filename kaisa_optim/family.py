@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..core.options import SECTIONS
-from ..errors import invalid, invalid_because
 from .arguments import ZERO_REDUNDANCY
+from .errors import invalid, invalid_because
 from .lamb import LAMB
-from .mixin import KFACMixin
+from .optimizer import KFACMixin
+from .options import SECTIONS
 
 # K-FAC needs one gradient a step, dense, and makes it orthogonal itself.
 _REFUSED = {

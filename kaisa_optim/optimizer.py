@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..comm import agreement
-from ..core.options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
-from ..core.preconditioner import Preconditioner
-from ..errors import FORMER, check_callable, invalid, invalid_because
-from ..layers import Layer
-from ..linalg import products
-from . import arguments, bases, checkpoint
+from . import agree, arguments, bases, checkpoint
 from .bases import gradients_of
+from .errors import FORMER, check_callable, invalid, invalid_because
+from .layers import Layer
+from .linalg import products
+from .options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
+from .preconditioner import Preconditioner
 
 
 class KFACMixin(Optimizer):
@@ -72,7 +71,7 @@ class KFACMixin(Optimizer):
         # and skip instead.
         self._step_supports_amp_scaling = False
         if self._kfac_options.is_automatic:
-            from ..tools import automatic  # a plan is made for this option alone
+            from .tools import automatic  # a plan is made for this option alone
 
             self._kfac_options = automatic.settled(self)
         self.preconditioner = Preconditioner(
@@ -334,7 +333,7 @@ class KFACMixin(Optimizer):
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
             names = checkpoint.abridged([repr(layer.name) for layer in lost], between=", ")
-            agreement.warn(
+            agree.warn(
                 self.preconditioner.ranks,
                 f"only some ranks have loaded the momenta of {names}, which begin anew on all "
                 "ranks; call consolidate_state_dict() before a save, and load the same state on "

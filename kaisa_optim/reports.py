@@ -12,21 +12,21 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture import fisher
-from ..capture.hooks import Capture
-from ..capture.witness import Witness
-from ..comm import agreement
-from ..comm.ranks import Ranks
-from ..curvature.averages import FactorSums
-from ..curvature.rules import Rule
-from ..errors import invalid_because, is_real
-from ..layers import SCALES, Layer
-from ..plan.account import Account
-from ..plan.assignment import Grid, Placement
-from ..plan.schedule import PATIENCE, LayerState, Schedule
+from . import agree
+from .account import Account
+from .capture import fisher
+from .capture.hooks import Capture
+from .capture.witness import Witness
+from .comm.ranks import Ranks
+from .compiled import Groups
 from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
+from .curvature.averages import FactorSums
+from .curvature.rules import Rule
+from .errors import invalid_because, is_real
+from .layers import SCALES, Layer
 from .options import OPTIONS, Hyperparameters, Options
-from .plan import Groups
+from .plan.assignment import Grid, Placement
+from .plan.schedule import PATIENCE, LayerState, Schedule
 from .registry import Registry, task_of
 
 _LISTED, _NAMED = 10, 5  # parameters and layers of a warning
@@ -283,7 +283,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
         logger.info("%s", report)
     text = poor_coverage(report)
     if text:
-        agreement.warn(ranks, text)
+        agree.warn(ranks, text)
     layers = registry.layers.values()
     on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
     tasks = [task_of(x) for x in on_cpu]  # frozen ones, too: they may be trained later
@@ -292,7 +292,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
     most = rule.slow_above
     wide = [f"  {name}: {side} has {n} columns\n" for name, side, n in sides if n > most]
     if wide:
-        agreement.warn(
+        agree.warn(
             ranks,
             f"eigenvectors of factors wider than {most} hold a CPU up at each refresh:\n"
             f"{''.join(wide)}for a diagonal factor in its place give a lower max_factor_size; "
@@ -300,7 +300,7 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
             "the time",
         )
     if ranks.status_device:
-        agreement.warn(
+        agree.warn(
             ranks,
             f"the process group has no backend for the CPU, only for {ranks.status_device}, so "
             f"ranks agree through {ranks.status_device}, and the host waits for it in most steps; "
@@ -379,7 +379,7 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
     more = " and others" if len(new) > _NAMED else ""
-    agreement.warn(
+    agree.warn(
         ranks,
         f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{more}. A "
         "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "

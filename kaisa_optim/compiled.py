@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.ranks import Ranks
-from ..comm.sharding import is_sharded, local
-from ..curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
-from ..curvature.lengths import SHARD_SUMS, Share, are_alike
-from ..curvature.rules import Rule
-from ..layers import Layer
-from ..plan.facts import ShardPlaces, Sizes
-from ..plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
-from ..stages import stage
+from .comm.ranks import Ranks
+from .comm.sharding import is_sharded, local
+from .curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
+from .curvature.lengths import SHARD_SUMS, Share, are_alike
+from .curvature.rules import Rule
+from .layers import Layer
 from .options import Group as ParamGroup
 from .options import Options
+from .plan.facts import ShardPlaces, Sizes
+from .plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
 from .registry import Placements, Registry
+from .stages import stage
 
 Entry = dict[str, Any]
 Make = Callable[[Share], None]  # fills the directions and terms of a share

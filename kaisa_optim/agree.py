@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import invalid_because
-from .ranks import Ranks
+from .comm.ranks import Ranks
+from .errors import invalid_because
 
 _BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole numbers in float64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

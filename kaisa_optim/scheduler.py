@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..core.options import OPTIONS, PER_GROUP
-from ..errors import check_callable, invalid, invalid_because, is_real, unexpected
-from .mixin import KFACMixin
+from .errors import check_callable, invalid, invalid_because, is_real, unexpected
+from .optimizer import KFACMixin
+from .options import OPTIONS, PER_GROUP
 
 Factor = Callable[[int], float] | Mapping[int, float]
 
