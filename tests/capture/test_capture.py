@@ -93,22 +93,98 @@ def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     return net, opt
 
 
-# ---------------------------------------------------------------- several uses, freezing
+def convnet() -> nn.Sequential:
+    return seeded(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+    )
 
 
-@pytest.mark.parametrize("times", [(2,), (2, 2), (3, 1)])
-def test_a_module_used_several_times_in_each_pass(times):
-    def loop(m: nn.Module, x: Tensor, count: int) -> Tensor:
+# ---------------------------------------------------------------- a plain twin as the oracle
+
+
+def looped() -> nn.Module:
+    def use(m: nn.Module, x: Tensor, count: int) -> Tensor:
         for _ in range(count):
             x = torch.tanh(m.layer(x))
         return x
 
+    return seeded(lambda: Body(use, layer=nn.Linear(4, 4)))
+
+
+def loops(*times: int) -> Callable[[nn.Module], None]:
     def train(model: nn.Module) -> None:
         for i, count in enumerate(times):
             (loss_of(model(normal(2 + i, 4, seed=i), count)) / len(times)).backward()
 
-    net = seeded(lambda: Body(loop, layer=nn.Linear(4, 4)))
-    check_step(net, train, ["layer"], float(sum(range(2, 2 + len(times)))))
+    return train
+
+
+def by_halves(*parts: Tensor) -> Callable[[nn.Module], None]:
+    def train(model: nn.Module) -> None:
+        for x in parts:
+            (loss_of(model(x)) / 2).backward()
+
+    return train
+
+
+def together(model: nn.Module) -> None:
+    first, second = model(X[:3]), model(X[3:])
+    (loss_of(second) / 2 + loss_of(first) / 2).backward()
+
+
+def beside_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(normal(9, 4, seed=1))
+    out = model(X)
+    with torch.inference_mode():
+        model(normal(11, 4, seed=2))
+    loss_of(out).backward()
+    with torch.no_grad():
+        model(normal(9, 4, seed=3))
+
+
+def shared() -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return m.out(input=torch.tanh(m.again(torch.tanh(m.first(input=x)))))
+
+    first = nn.Linear(4, 4)
+    return seeded(lambda: Body(use, first=first, out=nn.Linear(4, 3), again=first))
+
+
+def by_functional_call(model: nn.Module) -> None:
+    loss_of(torch.func.functional_call(model, dict(model.named_parameters()), (X,))).backward()
+
+
+X = normal(7, 4)
+IMAGES = normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)
+EMPTY = normal(0, 2, 3, 3)
+# What is built, how it trains, and K.
+TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None], float]] = {
+    "used twice": (looped, loops(2), 2.0),
+    "used twice in two passes": (looped, loops(2, 2), 5.0),
+    "used unequally often": (looped, loops(3, 1), 5.0),
+    "micro-batches": (mlp, by_halves(X[:3], X[3:]), 7.0),
+    "forwards before one backward": (mlp, together, 7.0),
+    "an empty micro-batch, first": (convnet, by_halves(EMPTY, *IMAGES), 7.0),
+    "an empty micro-batch, between": (convnet, by_halves(IMAGES[0], EMPTY, IMAGES[1]), 7.0),
+    "an empty micro-batch, last": (convnet, by_halves(*IMAGES, EMPTY), 7.0),
+    "forwards without gradients": (mlp, beside_no_grad, 7.0),
+    "the model in eval": (lambda: mlp().eval(), fit(X), 7.0),
+    "a module of two names": (shared, fit(X), 7.0),
+    "functional_call with its own parameters": (mlp, by_functional_call, 7.0),
+}
+
+
+@pytest.mark.parametrize("scenario", TWINS)
+def test_factors_and_steps_are_those_of_a_plain_twin(scenario):
+    make, train, terms = TWINS[scenario]
+    net = make()
+    names = [name for name, module in net.named_modules() if hasattr(module, "weight")]
+    opt = check_step(net, train, names, terms)
+    assert list(opt.preconditioner.layers) == names and not opt.preconditioner.uncovered
+
+
+# ---------------------------------------------------------------- freezing
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -251,12 +327,6 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
 # ---------------------------------------------------------------- empty batches
 
 
-def convnet() -> nn.Sequential:
-    return seeded(
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
-    )
-
-
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (4,)), (convnet, (2, 3, 3))])
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_an_empty_first_batch(make, shape, method):
@@ -275,18 +345,6 @@ def test_an_empty_first_batch(make, shape, method):
     opt.step()
     for name in names:
         assert_factors(opt, name, wanted[name])
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_empty_micro_batch(at):
-    parts = [normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)]
-    parts.insert(at, normal(0, 2, 3, 3))
-
-    def train(model: nn.Module) -> None:
-        for x in parts:
-            (loss_of(model(x)) / 2).backward()
-
-    check_step(convnet(), train, ["0", "3"], 7.0)
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -308,13 +366,26 @@ class Block(nn.Module):
         return self.second(after)
 
 
+def selective(policy: Any) -> dict[str, Any]:
+    """Return the options of a checkpoint that keeps outputs by a policy."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
+POLICIES = {"kept": CheckpointPolicy.MUST_SAVE, "remade": CheckpointPolicy.PREFER_RECOMPUTE}
 # Ways to run a part, as ``under`` takes them.
 CHECKPOINTS = {"plain": None, "reentrant": True, "not reentrant": False}
 
 
-def under(reentrant: bool | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a part under a checkpoint, or, with None, without one."""
-    return part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
+def under(kind: Any, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a part under a checkpoint, reentrant or not, or by a policy; None: without one."""
+    if kind is None:
+        return part(x)
+    how = {"use_reentrant": kind} if isinstance(kind, bool) else selective(kind)
+    return checkpoint(part, x, **how)
 
 
 class Deep(nn.Module):
@@ -361,18 +432,24 @@ def encoder(reentrant: bool | None) -> nn.Module:
     )
 
 
-# What is built, the shape of an example, and how many layers there are.
+# What is built, the shape of an example, and how many layers there are. Those of the first three
+# begin checkpoints themselves.
 CHECKPOINTED: dict[str, tuple[Callable[[bool | None], nn.Module], tuple[int, ...], int]] = {
     "blocks": (Deep, (4,), 6),
     "one of several uses": (Again, (4,), 1),
     "attention": (encoder, (5, 4), 5),
     "the model": (lambda reentrant: Deep(None), (4,), 6),
+    "linear": (lambda kind: nn.Sequential(nn.Linear(4, 5), nn.Tanh()), (4,), 1),
+    "no bias": (lambda kind: nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh()), (4,), 1),
+    "convolution": (lambda kind: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh()), (2, 3, 3), 1),
+    "sequences": (lambda kind: nn.Sequential(nn.Linear(4, 5), nn.Tanh()), (2, 4), 1),
 }
 
 
-@both_checkpoints
+@pytest.mark.parametrize("kind", [True, False, *POLICIES.values()], ids=str)
 @pytest.mark.parametrize("what", CHECKPOINTED)
-def test_checkpointing_gives_the_same_factors(reentrant, what):
+def test_checkpointing_gives_the_same_factors(kind, what):
+    """A policy keeps some outputs, and refuses those that were changed in place since."""
     make, shape, count = CHECKPOINTED[what]
 
     def run(kind: bool | None):
@@ -382,7 +459,7 @@ def test_checkpointing_gives_the_same_factors(reentrant, what):
             opt.zero_grad()
             for size in (3, 2):
                 x = normal(size, *shape, seed=i).requires_grad_()
-                out = under(kind if what == "the model" else None, net, x)
+                out = under(None if what in [*CHECKPOINTED][:3] else kind, net, x)
                 (loss_of(out) / 2).backward()
             opt.step()
         return net, opt
@@ -390,7 +467,7 @@ def test_checkpointing_gives_the_same_factors(reentrant, what):
     plain = run(None)
     names = list(plain[1].preconditioner.layers)
     assert len(names) == count
-    assert_same(run(reentrant), plain, names)
+    assert_same(run(kind), plain, names)
 
 
 def in_another_thread(backward: Callable[[], None]) -> None:
@@ -516,19 +593,7 @@ class OwnUses(nn.Module):
         return self.gamma * self.run(self.outer, x)
 
 
-def selective(policy: Any) -> dict[str, Any]:
-    """Return the options of a checkpoint that keeps outputs by a policy."""
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
-
-    return {"use_reentrant": False, "context_fn": contexts}
-
-
-POLICIES = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [None, *POLICIES.values()])
 def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
     """A tap's tensors and operations must not be among those that checkpoints count."""
 
@@ -566,28 +631,6 @@ def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
     assert opt.preconditioner.coverage().left.keys() == {"1.product"}
 
 
-@pytest.mark.parametrize("kind", ["linear", "no bias", "convolution", "sequences"])
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
-def test_selective_checkpointing(kind, keeps):
-    """Its policy keeps some outputs, and refuses those that were changed in place since."""
-    layer, x = {
-        "linear": (lambda: nn.Linear(4, 5), normal(6, 4)),
-        "no bias": (lambda: nn.Linear(4, 5, bias=False), normal(6, 4)),
-        "convolution": (lambda: nn.Conv2d(2, 3, 2), normal(6, 2, 3, 3)),
-        "sequences": (lambda: nn.Linear(4, 5), normal(6, 2, 4)),
-    }[kind]
-    policy = CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-    runs = []
-    for by_policy in (True, False):
-        net = seeded(lambda: nn.Sequential(layer(), nn.Tanh()))
-        opt = exact(net)
-        for _ in range(2):
-            out = checkpoint(net, x, **selective(policy)) if by_policy else net(x)
-            descend(opt, loss_of(out))
-        runs.append((net, opt))
-    assert_same(*runs, ["0"])
-
-
 # ---------------------------------------------------------------- wrappers
 
 
@@ -600,16 +643,6 @@ def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match=r"model: nn\.DataParallel .* Distributed"):
         net._replicate_for_data_parallel()(normal(6, 4))
     assert not opt.preconditioner.sums.of_layer
-
-
-def test_functional_call_with_the_models_own_parameters_trains_them():
-    x = normal(6, 4)
-
-    def train(model: nn.Module) -> None:
-        own = dict(model.named_parameters())
-        loss_of(torch.func.functional_call(model, own, (x,))).backward()
-
-    check_step(mlp(), train, ["0", "2"], 6.0)
 
 
 def test_backward_to_some_inputs_counts_for_those_layers_only():
@@ -681,29 +714,27 @@ class Batch:
     values: Tensor
 
 
-@pytest.mark.parametrize(
-    ("args", "examples", "positions"),
-    [
-        ((normal(5, 4),), 5, 5),
-        ((normal(5, 7, 4),), 5, 35),
-        ((normal(5, 2, 6, 3),), 5, 90),
-        ((normal(5, 2, 6, 3, 4),), 5, 360),
-        ((torch.zeros(5, 7, dtype=torch.long),), 5, 35),
-        ((torch.zeros(5, dtype=torch.long),), 5, 5),
-        (([normal(3, 4, 5), normal(3, 2, 6)],), 2, 32),
-        ((UserDict(ids=torch.zeros(5, 7, dtype=torch.long), mask=normal(9)),), 5, 35),
-        (((normal(5, 4), 3),), 5, 5),
-        ((Batch(normal(5, 4)),), 5, 5),
-        (([{"a": None, "b": (normal(5, 4),)}],), 5, 5),
-        ((pack_sequence([normal(5, 3), normal(2, 3)]),), 2, 7),
-        ((None, "text", normal(5, 7, 4)), 5, 35),
-        ((object(),), 11, 11),  # the first layer's own rows
-    ],
-    ids=[
-        *("rows", "sequences", "images", "volumes", "tokens", "indices", "list", "mapping"),
-        *("tuple", "dataclass", "nested", "packed", "later", "an object"),
-    ],
-)
+# Arguments of the model, their examples and their positions.
+INPUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
+    "rows": ((normal(5, 4),), 5, 5),
+    "sequences": ((normal(5, 7, 4),), 5, 35),
+    "images": ((normal(5, 2, 6, 3),), 5, 90),
+    "volumes": ((normal(5, 2, 6, 3, 4),), 5, 360),
+    "tokens": ((torch.zeros(5, 7, dtype=torch.long),), 5, 35),
+    "indices": ((torch.zeros(5, dtype=torch.long),), 5, 5),
+    "a time first": ((torch.tensor(0.5), normal(5, 4)), 5, 5),  # as models of flows are told
+    "list": (([normal(3, 4, 5), normal(3, 2, 6)],), 2, 32),
+    "mapping": ((UserDict(ids=torch.zeros(5, 7, dtype=torch.long), mask=normal(9)),), 5, 35),
+    "tuple": (((normal(5, 4), 3),), 5, 5),
+    "dataclass": ((Batch(normal(5, 4)),), 5, 5),
+    "nested": (([{"a": None, "b": (normal(5, 4),)}],), 5, 5),
+    "packed": ((pack_sequence([normal(5, 3), normal(2, 3)]),), 2, 7),
+    "later": ((None, "text", normal(5, 7, 4)), 5, 35),
+    "an object": ((object(),), 11, 11),  # the first layer's own rows
+}
+
+
+@pytest.mark.parametrize(("args", "examples", "positions"), INPUTS.values(), ids=list(INPUTS))
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
     for terms, count in (("examples", examples), ("positions", positions)):
@@ -724,21 +755,6 @@ def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword
 
 
 # ---------------------------------------------------------------- counts
-
-
-def test_forwards_before_one_backward_are_one_batch():
-    x = normal(7, 4)
-
-    def apart(model: nn.Module) -> None:
-        (loss_of(model(x[:3])) / 2).backward()
-        (loss_of(model(x[3:])) / 2).backward()
-
-    def together(model: nn.Module) -> None:
-        first, second = model(x[:3]), model(x[3:])
-        (loss_of(second) / 2 + loss_of(first) / 2).backward()
-
-    for train in (apart, together):
-        check_step(mlp(), train, ["0", "2"], 7.0)
 
 
 def test_factor_update_steps_says_which_steps_gather():

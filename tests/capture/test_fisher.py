@@ -409,28 +409,25 @@ def test_passes_without_draws_among_others_are_named():
     opt.step()
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "kind": ("bce", {}, "Invalid kind: 'bce'; it must be .*cross_entropy"),
-    "dim": ("mse", {"dim": 2}, "Invalid dim: 2 for outputs of shape"),
-    "batch": ("cross_entropy", {"dim": 0}, "Invalid dim: 0"),
+GRAPHLESS = (torch.ones(4, 3), torch.tensor(1.0), [1.0], torch.ones(4, 3, dtype=torch.int))
+# Arguments of the call, options of the optimizer, and the error.
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "kind": ((None, "bce"), {}, "Invalid kind: 'bce'; it must be .*cross_entropy"),
+    "dim": ((None, "mse", 2), {}, "Invalid dim: 2 for outputs of shape"),
+    "the batch": ((None, "cross_entropy", 0), {}, "Invalid dim: 0"),
+    "the papers' scale": ((None, "mse"), {"normalization": "kaisa"}, "Invalid normalization"),
+    **{str(x)[:9] + str(i): ((x, "mse"), {}, "Invalid outputs") for i, x in enumerate(GRAPHLESS)},
 }
 
 
-@pytest.mark.parametrize("kind, arguments, text", list(WRONG.values()), ids=list(WRONG))
-def test_what_does_not_fit_is_refused(kind, arguments, text):
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what):
+    (outputs, kind, *dim), options, text = REFUSED[what]
     model = nn.Linear(2, 3)
-    opt = optimizer(model)
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", **options)
+    outputs = model(torch.randn(4, 2)) if outputs is None else outputs
     with pytest.raises(ValueError, match=text):
-        opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), kind, **arguments)
-
-
-@pytest.mark.parametrize(
-    "outputs", [torch.ones(4, 3), torch.tensor(1.0), [1.0], torch.ones(4, 3, dtype=torch.int)]
-)
-def test_outputs_without_a_graph_are_refused(outputs):
-    opt = optimizer(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match="Invalid outputs"):
-        opt.preconditioner.sample_fisher(outputs, "mse")
+        opt.preconditioner.sample_fisher(outputs, kind, dim=dim[0] if dim else None)
 
 
 def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
@@ -438,17 +435,8 @@ def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
     opt = optimizer(model)
     outputs = model(torch.randn(4, 2))
     outputs.square().sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"sample_fisher came after .*backward.*; call it before"
-    ):
+    with pytest.raises(RuntimeError, match=r"sample_fisher came after .*backward.*; call it befo"):
         opt.preconditioner.sample_fisher(outputs, "mse")
-
-
-def test_the_papers_normalization_is_refused():
-    model = nn.Linear(2, 3)
-    opt = KFACSGD(model, lr=0.1, compute_method="eigen", normalization="kaisa")
-    with pytest.raises(ValueError, match="Invalid normalization"):
-        opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
 
 
 def test_terms_that_change_their_meaning_after_a_draw_are_refused():
