@@ -31,6 +31,7 @@ from tests.support.watch import (
     Watch,
     assert_close,
     assert_factors,
+    built,
     check_step,
     exact,
     factors_of,
@@ -52,6 +53,9 @@ def loss_of(out: Tensor) -> Tensor:
     scale = torch.linspace(0.5, 2.0, out[:1].numel() or 1, dtype=out.dtype)
     scale = scale.view(out.shape[1:]) if len(out) else scale[0]
     return (scale * (out - 0.3).square()).sum() / max(len(out), 1)
+
+
+X = normal(6, 4)
 
 
 def fit(x: Tensor) -> Callable[[nn.Module], None]:
@@ -87,8 +91,7 @@ def assert_step(opt: Any, net: nn.Module, factors: tuple[Tensor, Tensor]) -> Non
 
 def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     """One step on one batch with nothing beside it."""
-    net = make()
-    opt = exact(net, **options)
+    net, opt = built(make(), **options)
     descend(opt, loss_of(net(x)))
     return net, opt
 
@@ -128,7 +131,7 @@ def by_halves(*parts: Tensor) -> Callable[[nn.Module], None]:
 
 
 def together(model: nn.Module) -> None:
-    first, second = model(X[:3]), model(X[3:])
+    first, second = model(X[:2]), model(X[2:])
     (loss_of(second) / 2 + loss_of(first) / 2).backward()
 
 
@@ -155,7 +158,6 @@ def by_functional_call(model: nn.Module) -> None:
     loss_of(torch.func.functional_call(model, dict(model.named_parameters()), (X,))).backward()
 
 
-X = normal(7, 4)
 IMAGES = normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)
 EMPTY = normal(0, 2, 3, 3)
 # What is built, how it trains, and K.
@@ -163,15 +165,15 @@ TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None], flo
     "used twice": (looped, loops(2), 2.0),
     "used twice in two passes": (looped, loops(2, 2), 5.0),
     "used unequally often": (looped, loops(3, 1), 5.0),
-    "micro-batches": (mlp, by_halves(X[:3], X[3:]), 7.0),
-    "forwards before one backward": (mlp, together, 7.0),
+    "micro-batches": (mlp, by_halves(X[:2], X[2:]), 6.0),
+    "forwards before one backward": (mlp, together, 6.0),
     "an empty micro-batch, first": (convnet, by_halves(EMPTY, *IMAGES), 7.0),
     "an empty micro-batch, between": (convnet, by_halves(IMAGES[0], EMPTY, IMAGES[1]), 7.0),
     "an empty micro-batch, last": (convnet, by_halves(*IMAGES, EMPTY), 7.0),
-    "forwards without gradients": (mlp, beside_no_grad, 7.0),
-    "the model in eval": (lambda: mlp().eval(), fit(X), 7.0),
-    "a module of two names": (shared, fit(X), 7.0),
-    "functional_call with its own parameters": (mlp, by_functional_call, 7.0),
+    "forwards without gradients": (mlp, beside_no_grad, 6.0),
+    "the model in eval": (lambda: mlp().eval(), fit(X), 6.0),
+    "a module of two names": (shared, fit(X), 6.0),
+    "functional_call with its own parameters": (mlp, by_functional_call, 6.0),
 }
 
 
@@ -193,17 +195,16 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
     for name in frozen:
         net[0].get_parameter(name).requires_grad_(False)
     kept = {name: net[0].get_parameter(name).detach().clone() for name in frozen}
-    x = normal(6, 4)
     names = ["2"] if len(frozen) == 2 else ["0", "2"]
-    opt = check_step(net, fit(x), names, 6.0, factor_update_steps=3, inv_update_steps=10)
+    opt = check_step(net, fit(X), names, 6.0, factor_update_steps=3, inv_update_steps=10)
     for name, value in kept.items():
         assert torch.equal(net[0].get_parameter(name), value)
     net[0].requires_grad_(True)
     # Not the layer's slot, but its statistics are of another size now: it starts anew.
-    first = expected(net, fit(x), "0", 6.0)
+    first = expected(net, fit(X), "0", 6.0)
     for _ in range(2):
         opt.zero_grad()
-        fit(x)(net)
+        fit(X)(net)
         assert_step(opt, net, first)
         assert_factors(opt, "0", first)
 
@@ -211,20 +212,17 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
 def test_frozen_in_the_middle_of_training(frozen):
     net = mlp()
-    x = normal(6, 4)
-    opt = check_step(net, fit(x), ["0", "2"], 6.0, factor_update_steps=3)
+    opt = check_step(net, fit(X), ["0", "2"], 6.0, factor_update_steps=3)
     for _ in range(2):
-        opt.zero_grad()
-        fit(x)(net)
-        opt.step()
+        descend(opt, loss_of(net(X)))
     other = tuple(t.clone() for t in opt.preconditioner.factors("2"))
     for name in frozen:
         net[0].get_parameter(name).requires_grad_(False)
     kept = {name: net[0].get_parameter(name).detach().clone() for name in frozen}
     opt.zero_grad()
     both = len(frozen) == 2
-    wanted = None if both else expected(net, fit(x), "0", 6.0)
-    fit(x)(net)
+    wanted = None if both else expected(net, fit(X), "0", 6.0)
+    fit(X)(net)
     if wanted is None:
         opt.step()
     else:
@@ -240,9 +238,8 @@ def test_parameters_outside_of_the_groups_are_left_alone():
     net = mlp()
     opt = exact([net[0].weight, *net[2].parameters()], model=net)
     assert opt.preconditioner.layers["0"].size_of("a") == (4, False)
-    x = normal(6, 4)
-    a = x.T @ x / 6
-    fit(x)(net)
+    a = X.T @ X / 6
+    fit(X)(net)
     before = net[0].bias.detach().clone()
     opt.step()
     assert_close(opt.preconditioner.factors("0")[0], a[None])
@@ -250,11 +247,9 @@ def test_parameters_outside_of_the_groups_are_left_alone():
 
 
 def test_layer_frozen_between_forward_and_backward():
-    net = mlp()
-    opt = exact(net)
-    x = normal(6, 4)
-    wanted = expected(net, fit(x), "2", 6.0)
-    out = net(x)
+    net, opt = built(mlp())
+    wanted = expected(net, fit(X), "2", 6.0)
+    out = net(X)
     net[0].requires_grad_(False)
     loss_of(out).backward()
     before = net[0].weight.detach().clone()
@@ -453,8 +448,7 @@ def test_checkpointing_gives_the_same_factors(kind, what):
     make, shape, count = CHECKPOINTED[what]
 
     def run(kind: bool | None):
-        net = seeded(lambda: make(kind))
-        opt = exact(net, factor_update_steps=2, inv_update_steps=2)
+        net, opt = built(seeded(lambda: make(kind)), factor_update_steps=2, inv_update_steps=2)
         for i in range(4):  # steps that are due for statistics and steps that are not
             opt.zero_grad()
             for size in (3, 2):
@@ -509,8 +503,7 @@ def test_checkpointing_still_saves_memory(reentrant, when):
     x = normal(5, 4)
     alive = {}
     for kind in (None, reentrant):
-        net = seeded(lambda kind=kind: Deep(kind))
-        opt = exact(net)
+        net, opt = built(seeded(lambda kind=kind: Deep(kind)))
         if when == "not due":
             descend(opt, loss_of(net(x)))
         if when == "paused":
@@ -604,8 +597,7 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
 
     gradients = []
     for one in (run, None):
-        net = seeded(lambda one=one: OwnUses(*filter(None, [one])))
-        opt = exact(net)
+        net, opt = built(seeded(lambda one=one: OwnUses(*filter(None, [one]))))
         loss_of(net(normal(3, 3, 4))).backward()
         assert not opt.preconditioner.steps
         gradients.append({name: p.grad for name, p in net.named_parameters()})
@@ -621,8 +613,7 @@ def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
         hidden = Body(use, block=Block(), product=0.5 * torch.eye(4))
         return nn.Sequential(nn.Linear(4, 4), hidden, nn.Linear(4, 40))
 
-    net = seeded(make)
-    opt = exact(net, factor_update_steps=1, lr=0.01)
+    net, opt = built(seeded(make), factor_update_steps=1, lr=0.01)
     for i in range(6):
         opt.zero_grad()
         loss_of(net(normal(6, 4, seed=i))).backward()
@@ -647,10 +638,9 @@ def test_data_parallel_is_refused():
 
 def test_backward_to_some_inputs_counts_for_those_layers_only():
     net = mlp()
-    x = normal(6, 4)
-    wanted = expected(net, fit(x), "2", 6.0)
+    wanted = expected(net, fit(X), "2", 6.0)
     opt = exact(net)
-    loss_of(net(x)).backward(inputs=list(net[2].parameters()))
+    loss_of(net(X)).backward(inputs=list(net[2].parameters()))
     opt.step()
     assert_factors(opt, "2", wanted)
     with pytest.raises(KeyError, match="no statistics yet"):
@@ -680,15 +670,13 @@ def test_paused_leaves_a_forward_out():
 
 
 def test_paused_for_a_whole_step_keeps_the_averages():
-    net = mlp()
-    opt = exact(net, factor_update_steps=1, inv_update_steps=1)
-    x = normal(6, 4)
-    fit(x)(net)
+    net, opt = built(mlp(), factor_update_steps=1, inv_update_steps=1)
+    fit(X)(net)
     opt.step()
     before = {name: tuple(t.clone() for t in opt.preconditioner.factors(name)) for name in "02"}
     opt.zero_grad()
     with opt.preconditioner.paused():
-        fit(3 * x)(net)
+        fit(3 * X)(net)
     assert_step(opt, net, before["0"])  # still preconditioned
     for name, factors in before.items():
         assert_factors(opt, name, factors, 1e-15)
@@ -738,8 +726,7 @@ INPUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
     for terms, count in (("examples", examples), ("positions", positions)):
-        net = seeded(wide)
-        opt = exact(net, loss_terms=terms)
+        net, opt = built(seeded(wide), loss_terms=terms)
 
         def train(model: nn.Module) -> None:
             if by_keyword:
@@ -758,8 +745,7 @@ def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword
 
 
 def test_factor_update_steps_says_which_steps_gather():
-    net = mlp()
-    opt = exact(net, lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=False)
+    net, opt = built(mlp(), lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=False)
     gathered, wanted = [], []
     for i in range(7):
         x = normal(6, 4, seed=i)
@@ -800,8 +786,7 @@ def heads() -> nn.Module:
 
 
 def test_terms_are_those_of_all_passes_whosever_slot_it_is():
-    net = seeded(heads)
-    opt = exact(net, lr=0.0, factor_update_steps=3, factor_decay=1e-12)
+    net, opt = built(seeded(heads), lr=0.0, factor_update_steps=3, factor_decay=1e-12)
 
     def train(model: nn.Module) -> None:
         for head, size in (("left", 5), ("right", 2)):
@@ -818,8 +803,7 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
 
 
 def test_hooks_that_are_lost_later_are_noticed_after_four_steps_that_gather():
-    net = seeded(heads)
-    opt = exact(net, lr=0.1, factor_update_steps=3)
+    net, opt = built(seeded(heads), lr=0.1, factor_update_steps=3)
     descend(opt, loss_of(net(normal(5, 4))))
     for module in net.modules():
         module._forward_hooks.clear()
@@ -851,26 +835,23 @@ def test_grad_scaler_option(kind):
 
 
 def test_backward_that_starts_without_a_gradient_drops_what_has_gathered():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     for _ in range(2):
         fit(normal(9, 4, seed=1))(net)
     net.zero_grad(set_to_none=True)
-    fit(x[:4])(net)
-    fit(x[4:])(net)
+    fit(X[:4])(net)
+    fit(X[4:])(net)
     opt.step()
     other = mlp()
     clean = exact(other)
-    fit(x[:4])(other)
-    fit(x[4:])(other)
+    fit(X[:4])(other)
+    fit(X[4:])(other)
     clean.step()
     assert_same((net, opt), (other, clean))
 
 
 def test_backward_without_a_gradient_drops_for_its_own_layers_only():
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     x, y = normal(6, 4), normal(5, 4, seed=1)
     wanted = expected(net, lambda m: (fit(x)(m), fit(y)(m)), "2", 11.0)
     fit(x)(net)
@@ -882,26 +863,23 @@ def test_backward_without_a_gradient_drops_for_its_own_layers_only():
 
 
 def test_autograd_grad_beside_training_leaves_no_trace():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
-    torch.autograd.grad(loss_of(net(3 * x)), list(net.parameters()))
+    net, opt = built(mlp())
+    torch.autograd.grad(loss_of(net(3 * X)), list(net.parameters()))
     assert opt.preconditioner.memory_usage()["pending"] == 0
-    probe = x.clone().requires_grad_()
+    probe = X.clone().requires_grad_()
     torch.autograd.grad(loss_of(net(probe)), probe)
     torch.autograd.grad(loss_of(net(probe)), [probe, net[0].bias])
-    fit(x)(net)
-    torch.autograd.grad(loss_of(net(2 * x)), [net[2].weight], create_graph=True)
+    fit(X)(net)
+    torch.autograd.grad(loss_of(net(2 * X)), [net[2].weight], create_graph=True)
     (slope,) = torch.autograd.grad(net(probe).square().sum(), probe, create_graph=True)
     torch.autograd.grad(slope.square().sum(), list(net.parameters()), allow_unused=True)
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 @pytest.mark.parametrize("what", ["eval pass", "training pass", "detached output"])
 def test_forward_without_a_backward_keeps_nothing(what):
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     kept: list[weakref.ref] = []
 
     class Spy(nn.Module):
@@ -991,8 +969,7 @@ class Within(nn.Module):
 
 @pytest.mark.parametrize(("depth", "guess"), [(0, False), (2, False), (1, True)])
 def test_calls_of_a_model_within_its_own_are_one_pass(depth, guess):
-    net = seeded(lambda: Within(depth, guess))
-    opt = exact(net, factor_update_steps=1)
+    net, opt = built(seeded(lambda: Within(depth, guess)), factor_update_steps=1)
     for rows in (8, 5):
         fit(normal(rows, 3))(net)
         assert opt.preconditioner.sums.terms() == rows
@@ -1055,7 +1032,6 @@ def test_gradients_that_the_model_clears_in_its_own_forward():
         opt.zero_grad()
         return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    net = seeded(lambda: Body(clears, layer=nn.Linear(4, 3)))
-    opt = exact(net)
+    net, opt = built(seeded(lambda: Body(clears, layer=nn.Linear(4, 3))))
     fit(normal(6, 3, 4))(net)
     assert opt.preconditioner.sums.terms() == 6

@@ -41,6 +41,10 @@ def optimizer(model: nn.Module, **options: Any) -> Any:
     return KFACSGD(model, **{"lr": 0.1, **PAPERS, **options})
 
 
+def built(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    return model, optimizer(model, **options)
+
+
 def target(kind: str, outputs: Tensor) -> Tensor:
     """Labels that fit; curvature does not depend on them."""
     if kind == "cross_entropy":
@@ -168,8 +172,7 @@ def test_draws_follow_from_step_and_call_and_from_nothing_else():
     start = seeded(nn.Sequential(nn.Linear(2, 3)), 7)
 
     def draws() -> list[Tensor]:
-        model = copy.deepcopy(start)
-        opt = optimizer(model, **EVERY_STEP)
+        model, opt = built(copy.deepcopy(start), **EVERY_STEP)
         found = []
         for _ in range(2):
             for _ in range(2):
@@ -198,8 +201,7 @@ def test_a_checkpoint_goes_on_with_the_same_draws():
             F.cross_entropy(outputs, y).backward()
             opt.step()
 
-    model = network("chain")
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(network("chain"), **EVERY_STEP)
     go(model, opt, range(2))
     other = copy.deepcopy(model)
     resumed = optimizer(other, **EVERY_STEP)
@@ -281,8 +283,7 @@ def test_inputs_are_worked_on_once(monkeypatch):
 
 def test_a_loss_scale_is_not_in_the_draws():
     def factors(scale: float) -> dict[Any, Tensor]:
-        model = network("chain")
-        opt = optimizer(model, grad_scaler=scale)
+        model, opt = built(network("chain"), grad_scaler=scale)
         x, y = batch("chain", 0, 4)
         outputs = model(x)
         opt.preconditioner.sample_fisher(outputs, "cross_entropy")
@@ -294,8 +295,7 @@ def test_a_loss_scale_is_not_in_the_draws():
 
 def test_draws_live_and_die_with_their_gradients():
     """zero_grad before the training pass keeps them, after it drops them."""
-    model = seeded(nn.Sequential(nn.Linear(2, 3)), 8)
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(seeded(nn.Sequential(nn.Linear(2, 3)), 8), **EVERY_STEP)
     thrown = torch.randn(4, 2, dtype=torch.float64)
     x = torch.randn(4, 2, dtype=torch.float64)
     for rows in (thrown, x):
@@ -431,8 +431,7 @@ def test_what_does_not_fit_is_refused(what):
 
 
 def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3))
-    opt = optimizer(model)
+    model, opt = built(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)))
     outputs = model(torch.randn(4, 2))
     outputs.square().sum().backward()
     with pytest.raises(RuntimeError, match=r"sample_fisher came after .*backward.*; call it befo"):
@@ -440,8 +439,7 @@ def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
 
 
 def test_terms_that_change_their_meaning_after_a_draw_are_refused():
-    model = nn.Linear(2, 3)
-    opt = optimizer(model)
+    model, opt = built(nn.Linear(2, 3))
     opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
     with pytest.raises(ValueError, match=r"Invalid loss_terms: 4\.0 after sample_fisher"):
         opt.preconditioner.loss_terms = 4.0
@@ -507,8 +505,7 @@ def test_two_ranks_equal_one_process(how):
     """Each with ragged micro-batches."""
     if how == "fully_shard" and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    model = network(NETWORK[how])
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(network(NETWORK[how]), **EVERY_STEP)
     x, y = batch(NETWORK[how], 0, 10)
     ranks = run(2, on_a_rank, how)
     draws = torch.cat([rank["draws"] for rank in ranks])

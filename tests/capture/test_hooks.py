@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.capture.passes import top_hooks
-from tests.capture.test_capture import assert_same, clean_run, convnet, fit, loss_of, mlp
+from tests.capture.test_capture import X, assert_same, clean_run, convnet, fit, loss_of, mlp
 from tests.support import groups
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
@@ -27,6 +27,7 @@ from tests.support.watch import (
     Watch,
     assert_close,
     assert_factors,
+    built,
     exact,
     factors_of,
     normal,
@@ -390,33 +391,31 @@ def test_gradient_penalty_in_the_loss():
 
 
 def test_per_example_gradients_by_torch_func_beside_training():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     parameters = {name: p.detach() for name, p in net.named_parameters()}
 
     def one(parameters, example):
         return loss_of(torch.func.functional_call(net, parameters, (example[None],)))
 
     def each():
-        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(parameters, x)
+        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(parameters, X)
 
     before = each()
-    fit(x)(net)
+    fit(X)(net)
     each()
     # Without a transform too: the weights that receive the gradient are not the model's.
     moved = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    loss_of(torch.func.functional_call(net, moved, (x,))).backward()
+    loss_of(torch.func.functional_call(net, moved, (X,))).backward()
     # And with the model's own weights.
-    assert_close(torch.func.vmap(net)(x), net(x))
-    slopes = torch.func.vmap(torch.func.jacrev(net))(x)
-    wanted = torch.autograd.functional.jacobian(net, x).diagonal(dim1=0, dim2=2)
+    assert_close(torch.func.vmap(net)(X), net(X))
+    slopes = torch.func.vmap(torch.func.jacrev(net))(X)
+    wanted = torch.autograd.functional.jacobian(net, X).diagonal(dim1=0, dim2=2)
     assert_close(slopes, wanted.movedim(-1, 0))
     for name, p in net.named_parameters():
         assert_close(before[name].mean(0), p.grad, what=name)
         assert_close(moved[name].grad, p.grad, what=name)
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 # ---- torch.compile ----
@@ -470,7 +469,6 @@ def test_torch_compile(fresh_dynamo, how):
 def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
     if what == "step" and torch.__version__ < (2, 7):
         pytest.skip("torch 2.6 calls such a method without its object")
-    x = normal(6, 4)
     runs = []
     for compiled in (True, False):
         net = mlp()
@@ -478,7 +476,7 @@ def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, 
 
         def train(net: nn.Module = net, opt: Any = opt) -> None:
             opt.zero_grad()
-            fit(x)(net)
+            fit(X)(net)
 
         step = opt.step
 
@@ -502,13 +500,12 @@ def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, 
 
 def test_torch_compile_called_before_construction(fresh_dynamo):
     # Compiled code does not look for hooks that come later: an error says what to do.
-    x = normal(6, 4)
     net = mlp()
     compiled = torch.compile(net, backend="aot_eager")
-    fit(x)(compiled)
+    fit(X)(compiled)
     net.zero_grad()
     opt = exact(compiled)
-    fit(x)(compiled)
+    fit(X)(compiled)
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(
         RuntimeError, match=r"model of this class was compiled and called.*_dynamo\."
@@ -517,9 +514,9 @@ def test_torch_compile_called_before_construction(fresh_dynamo):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     torch._dynamo.reset()
     opt.zero_grad()
-    fit(x)(compiled)
+    fit(X)(compiled)
     opt.step()
-    assert_same((net, opt), clean_run(x), rtol=1e-10)
+    assert_same((net, opt), clean_run(X), rtol=1e-10)
 
 
 def attends(**options: bool) -> nn.Module:
@@ -551,8 +548,7 @@ def test_in_place_activations_after_every_kind(make, x):
 
     runs = []
     for follow in (in_place, lambda out: torch.relu(out + 0.5)):
-        net = seeded(make)
-        opt = exact(net)
+        net, opt = built(seeded(make))
         descend(opt, loss_of(follow(net(x))))
         runs.append((net, opt))
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
@@ -573,8 +569,7 @@ def nodes_of(out: Tensor) -> Counter[str]:
 def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     # Of a view that is changed in place autograd copies the gradient, whole and in part.
     make, x = KINDS[kind]
-    net = seeded(make)
-    opt = exact(net)
+    net, opt = built(seeded(make))
     seen = nodes_of(net(x))
     assert "TapBackward" in seen and "CopySlices" not in seen
     assert opt.preconditioner.layers
@@ -583,7 +578,6 @@ def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
 @pytest.mark.parametrize("first", [True, False])
 def test_users_forward_hook_that_changes_the_output(first):
     # Its output is not the layer's s, whichever was registered first.
-    x = normal(6, 4)
     net = mlp()
 
     def tripled(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -592,13 +586,13 @@ def test_users_forward_hook_that_changes_the_output(first):
     twin = copy.deepcopy(net)
     watch = Watch(twin, "0")
     twin[0].register_forward_hook(tripled)
-    fit(x)(twin)
+    fit(X)(twin)
     if first:
         net[0].register_forward_hook(tripled)
     opt = exact(net)
     if not first:
         net[0].register_forward_hook(tripled)
-    fit(x)(net)
+    fit(X)(net)
     assert_close(net[0].weight.grad, twin[0].weight.grad)
     opt.step()
     assert_factors(opt, "0", factors_of(*rows_of(twin[0], watch.trained("0")), 6.0))
@@ -606,28 +600,24 @@ def test_users_forward_hook_that_changes_the_output(first):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tracing_and_exporting_a_model_in_training():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
-    traced = torch.jit.trace(net, (x,))
-    assert_close(traced(2 * x), net(2 * x))
+    net, opt = built(mlp())
+    traced = torch.jit.trace(net, (X,))
+    assert_close(traced(2 * X), net(2 * X))
     if torch.__version__ >= (2, 7):  # 2.6 stops at any hook that its tracer does not know
-        exported = torch.export.export(net, (x,)).module()
-        assert_close(exported(x), net(x))
-    descend(opt, loss_of(net(x)))
-    assert_same((net, opt), clean_run(x))
+        exported = torch.export.export(net, (X,)).module()
+        assert_close(exported(X), net(X))
+    descend(opt, loss_of(net(X)))
+    assert_same((net, opt), clean_run(X))
 
 
 def test_saved_tensors_kept_elsewhere():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     with torch.autograd.graph.save_on_cpu():
-        out = net(x)
+        out = net(X)
     with torch.autograd.set_detect_anomaly(True):
         loss_of(out).backward()
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 def saved_bytes(net: nn.Module, x: Tensor) -> int:
@@ -684,8 +674,7 @@ def test_forward_mode_differentiation_leaves_its_passes_out():
 
 @pytest.mark.parametrize("kind", ["nested", "sparse"])
 def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     x = normal(6, 4)
     if kind == "sparse":
         x = x.to_sparse()

@@ -16,7 +16,7 @@ from tests.core.test_ties import Tied
 from tests.layers.test_uses import headed, loss_of, stepped
 from tests.support.close import assert_close
 from tests.support.training import descend
-from tests.support.watch import Body, exact, normal, seeded, taken
+from tests.support.watch import Body, built, exact, normal, seeded, taken
 
 TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
 
@@ -136,8 +136,7 @@ def coder() -> nn.Module:
 
 
 def test_all_calls_of_the_first_step_are_searched():
-    net = seeded(coder)
-    opt = exact(net)
+    net, opt = built(seeded(coder))
     loss_of(net(net(TOKENS, False), True)).backward()
     sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
     assert sums["words"].crossed is not None
@@ -270,8 +269,7 @@ def test_a_layers_own_module_may_call_another_with_its_weight():
             return self.applies(x, self.weight, self.bias)
 
     register_layer(Own)(type("OwnLayer", (LinearLayer,), {}))
-    net = nn.Sequential(Own(), nn.Tanh(), nn.Linear(4, 2)).double()
-    opt = exact(net)
+    net, opt = built(nn.Sequential(Own(), nn.Tanh(), nn.Linear(4, 2)).double())
     loss_of(net(normal(6, 4))).backward()
     assert {one.count[0] for one in opt.preconditioner.sums.of_layer.values()} == {6}
     opt.step()
