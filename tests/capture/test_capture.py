@@ -900,13 +900,12 @@ def test_forward_without_a_backward_keeps_nothing(what):
     gc.collect()
     assert len(kept) == 1 and kept[0]() is None and storages[0].expired()
     assert opt.preconditioner.memory_usage()["pending"] == 0
-    x = normal(6, 4)
     net.train()
-    fit(x)(net)
+    fit(X)(net)
     net(normal(4, 4, seed=2))
     opt.step()
     assert all(ref() is None for ref in kept[1:])
-    clean = clean_run(x)
+    clean = clean_run(X)
     for p, q in zip(net.parameters(), clean[0].parameters(), strict=True):
         assert_close(p, q)
 
@@ -914,10 +913,8 @@ def test_forward_without_a_backward_keeps_nothing(what):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_the_other_half_of_a_gan(freeze):
     # The generator's pass reaches the discriminator's weights too; those gradients are dropped.
-    def nets() -> tuple[nn.Module, nn.Module]:
-        return mlp(), seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-
-    gen, dis = nets()
+    gen = mlp()
+    dis = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     options = {"factor_update_steps": 1, "factor_decay": 1e-12}  # averages of the last step alone
     opt_g, opt_d = exact(gen, **options), exact(dis, **options)
     for i in range(2):

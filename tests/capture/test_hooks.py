@@ -637,19 +637,12 @@ def saved_bytes(net: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_capture_keeps_no_extra_memory(kind):
-    make, shape = {
-        "linear": (mlp, (6, 4)),
-        "convolution": (convnet, (6, 2, 3, 3)),
-        "attention": (
-            lambda: seeded(
-                # With batch_first torch copies the input once more on its way into the attention.
-                lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)
-            ),
-            (3, 5, 4),
-        ),
+    net, x = {
+        "linear": (mlp(), X),
+        "convolution": (convnet(), normal(6, 2, 3, 3)),
+        # With batch_first torch copies the input once more on its way into the attention.
+        "attention": (nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0).double(), normal(3, 5, 4)),
     }[kind]
-    net = make()
-    x = normal(*shape)
     plain = saved_bytes(net, x)
     opt = exact(net)
     assert saved_bytes(net, x) == plain > 0
@@ -658,35 +651,25 @@ def test_capture_keeps_no_extra_memory(kind):
 
 
 def test_forward_mode_differentiation_leaves_its_passes_out():
-    net, other = mlp(), mlp()
-    opt, clean = exact(net), exact(other)
-    x, direction = normal(6, 4), normal(6, 4, seed=1)
+    net, opt = built(mlp())
+    direction = normal(6, 4, seed=1)
     with forward_ad.dual_level():
-        slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, direction))).tangent
-        fit(x)(net)  # which has no tangents
-    plain = torch.func.jvp(other, (x,), (direction,))[1]
-    fit(x)(other)
-    assert_close(slope, plain)
+        slope = forward_ad.unpack_dual(net(forward_ad.make_dual(X, direction))).tangent
+        fit(X)(net)  # which has no tangents
+    assert_close(slope, torch.func.jvp(mlp(), (X,), (direction,))[1])
     opt.step()
-    clean.step()
-    assert_same((net, opt), (other, clean), ["0", "2"])
+    assert_same((net, opt), clean_run(X))
 
 
-@pytest.mark.parametrize("kind", ["nested", "sparse"])
+@pytest.mark.parametrize("kind", ["a nested tensor", "of layout torch.sparse_coo"])
 def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
     net, opt = built(mlp())
-    x = normal(6, 4)
-    if kind == "sparse":
-        x = x.to_sparse()
-        what = "it is of layout torch.sparse_coo"
-    else:
-        x = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
-        what = "it is a nested tensor"
-    with pytest.raises(
-        TypeError, match=rf"Invalid input of layer '0': {what}, .*skip_layers=\['0'"
-    ):
+    nested = torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged)
+    x = nested if "nested" in kind else X.to_sparse()
+    text = rf"Invalid input of layer '0': it is {kind}, .*skip_layers=\['0'"
+    with pytest.raises(TypeError, match=text):
         net(x)
-    if kind == "nested":
+    if "nested" in kind:
         return
     # Where nothing is to be read of them, they pass.
     with opt.preconditioner.paused():
@@ -712,9 +695,7 @@ def test_a_kind_of_ones_own_may_read_sparse_inputs():
         def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
             return grad[None, :, None]
 
-    x = normal(6, 4)
-    net, other = seeded(lambda: Sparse(4, 3)), seeded(lambda: Sparse(4, 3))
-    opt, clean = exact(net), exact(other)
-    descend(opt, loss_of(net(x.to_sparse())))
-    descend(clean, loss_of(other(x)))
-    assert_same((net, opt), (other, clean), [""])
+    clean = clean_run(X, lambda: seeded(lambda: Sparse(4, 3)))
+    net, opt = built(seeded(lambda: Sparse(4, 3)))
+    descend(opt, loss_of(net(X.to_sparse())))
+    assert_same((net, opt), clean, [""])
