@@ -91,7 +91,7 @@ FAULTS = (
           "layers/test_sampling.py"),
     # ---- capture ----
     Fault("a derivative beside training counts", "capture/hooks.py",
-          "if drawing is None and not accumulates_into(call.anchor):", "if False:",
+          "if drawing is None and not passes.accumulates_into(call.anchor):", "if False:",
           "capture/test_capture.py -k autograd_grad"),
     Fault("a backward that starts without a gradient keeps the former sums", "capture/hooks.py",
           "if begins and self._begun.get(layer) != task:", "if False:",

@@ -32,11 +32,8 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
         why = f"shape {shape}, {outputs.dtype}; they must be real numbers, the batch first"
         raise invalid_because("outputs", why)
     if not outputs.requires_grad:
-        why = (
-            "they have no graph; pass what the model returned with gradients enabled, before "
-            "loss.backward()"
-        )
-        raise invalid_because("outputs", why)
+        why = "they have no graph; pass what the model returned with gradients enabled, before"
+        raise invalid_because("outputs", f"{why} loss.backward()")
     if dim is None:  # the dimension of classes in torch's losses, or of features in layers
         dim = min(1, sides - 1) if kind == "cross_entropy" or sides > 3 else -1
     if not -sides <= dim < sides or (dim % sides == 0 and sides > 1):
@@ -56,6 +53,7 @@ def draw(
     Drawn gradients go back to the layers that gather. Their G replaces the G of the training pass
     to come. No parameter receives a gradient.
     """
+    # Not from torch's own generator: training must draw the same numbers with and without this.
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
     generator = torch.Generator(outputs.device)
     generator.manual_seed(int.from_bytes(digest, "big"))
@@ -64,6 +62,7 @@ def draw(
     drawing: dict[Call, Moments] = {}
     capture.drawing = drawing
     try:
+        # A derivative by the taps' probe, and not backward(): no parameter's gradient may grow.
         torch.autograd.grad(outputs, capture.probe, gradients, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
@@ -105,10 +104,10 @@ def drawn(outputs: Tensor, kind: str, dim: int, generator: torch.Generator) -> T
 
 def raise_half(ranks: Ranks, calls: int, names: list[str]) -> None:
     """Raise on all ranks: gradients were drawn for some passes of a step only; name the others."""
-    theirs = ranks.gather_objects((calls, names[:3]), "naming passes that were not drawn for")
+    of_ranks = ranks.gather_objects((calls, names[:3]), "naming passes that were not drawn for")
     said = "; ".join(
         f"rank {rank}: {calls} calls" + (f", not for {', '.join(names)}" if names else "")
-        for rank, (calls, names) in enumerate(theirs)
+        for rank, (calls, names) in enumerate(of_ranks)
     )
     raise RuntimeError(
         f"sample_fisher was called for some passes of this step and not for others ({said}); call "

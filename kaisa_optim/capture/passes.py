@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,37 +20,37 @@ from ..layers.watch import running_calls
 sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 # Returns the hooks that pack tensors which autograd saves; torch 2.6 lacks it.
 top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-NUMBERS = itertools.count()  # of forward passes and of watches, in the order in which they began
 
 
 class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
-    def __init__(self, value: Any, *, paused: bool, first: Layer | None = None) -> None:
+    shape: torch.Size | None
+    examples: int | None
+    positions: int
+
+    def __init__(self, batch: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
         self.calls: Counter[Layer] = Counter()  # those that gather
         # Autograd numbers a thread's nodes: the nodes of this pass lie between start and end.
-        self.number = next(NUMBERS)
         self.thread = threading.get_ident()
         self.start = sequence_nr()
         self.end: int | None = None
-        self.measure(value)
+        self.is_over = False  # of a pass without the model: a backward pass came since
+        self.measure(batch)
 
-    def measure(self, value: Any) -> None:
+    def measure(self, batch: Any) -> None:
         """Count the examples and positions of an input; unknown inputs have ``None`` examples."""
-        self.shape: torch.Size | None = None
-        if isinstance(value, list) and all(isinstance(v, Tensor) and v.dim() == 3 for v in value):
+        self.shape, self.examples, self.positions = None, None, 0
+        images = batch if isinstance(batch, list) else [None]
+        tensor = first_tensor(batch)
+        if isinstance(batch, PackedSequence):
+            self.examples, self.positions = int(batch.batch_sizes[0]), batch.data.shape[0]
+        elif all(isinstance(x, Tensor) and x.dim() == 3 for x in images):
             # Images of different sizes, as detection models take them.
-            self.examples: int | None = len(value)
-            self.positions = sum(v.shape[1:].numel() for v in value)
-            return
-        if isinstance(value, PackedSequence):
-            self.examples, self.positions = int(value.batch_sizes[0]), value.data.shape[0]
-            return
-        tensor = first_tensor(value)
-        self.examples, self.positions = None, 0
-        if tensor is not None:
+            self.examples, self.positions = len(batch), sum(x.shape[1:].numel() for x in batch)
+        elif tensor is not None:
             self.shape = tensor.shape
             self.examples = tensor.shape[0] if tensor.dim() else 1
             self.positions = tensor.numel()
@@ -60,11 +59,10 @@ class ForwardPass:
                 self.positions //= max(1, tensor.shape[-1 if tensor.dim() <= 3 else 1])
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an argument or a container holds, in order."""
+def first_tensor(value: Any) -> Tensor | None:
+    """Return the first tensor with dimensions in an argument, else a scalar, as a time may be."""
     if isinstance(value, Tensor):
-        yield value
-        return
+        return value
     parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
         parts = value.values()
@@ -72,29 +70,23 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         parts = [getattr(value, part.name) for part in dataclasses.fields(value)]
     elif isinstance(value, list | tuple):
         parts = value
+    scalar: Tensor | None = None
     for part in parts:
-        yield from tensors_in(part)
-
-
-def first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor with dimensions, if any: a time or a temperature may come before."""
-    first: Tensor | None = None
-    for tensor in tensors_in(value):
-        if tensor.dim():
+        tensor = first_tensor(part)
+        if tensor is not None and tensor.dim():
             return tensor
-        first = tensor if first is None else first
-    return first
+        scalar = tensor if scalar is None else scalar
+    return scalar
 
 
 def batch_of(args: Any, kwargs: Any) -> Any:
     """Return the first argument of a module's call that holds examples; else a scalar, if any."""
-    scalar = None
-    for argument in (*args, *kwargs.values()):
+    arguments = [*args, *kwargs.values()]
+    for argument in arguments:
         tensor = first_tensor(argument)
         if tensor is not None and tensor.dim():
             return argument
-        scalar = tensor if scalar is None else scalar
-    return scalar
+    return first_tensor(arguments)
 
 
 class ForwardPasses:
@@ -102,11 +94,12 @@ class ForwardPasses:
 
     def __init__(self) -> None:
         self.paused = 0
-        # The passes of the calls of the model that run; a model that calls itself has several.
-        # They share one pass, which begins with the outermost call that trains.
-        self.calls: list[ForwardPass | None] = []
+        # How many calls of the model run, one within another, and the pass that they share: it
+        # begins with the first that trains, and ends with the outermost call.
+        self.depth = 0
+        self.running: ForwardPass | None = None
         self.loose: ForwardPass | None = None  # the last pass of layers without the model
-        self._loose_is_over = False
+        # Bounded, since passes that never meet a backward pass would pile up.
         self._recent: deque[ForwardPass] = deque(maxlen=1024)
         self._recomputed: tuple[int, ForwardPass] | None = None
 
@@ -119,8 +112,7 @@ class ForwardPasses:
 
     def current(self, layer: Layer, x: Tensor) -> ForwardPass:
         """Return the pass that a call of a layer belongs to."""
-        forward_pass = (self.calls[-1] if self.calls else None) or self.again()
-        forward_pass = forward_pass or self._loose_pass(layer, x)
+        forward_pass = self.running or self.again() or self._loose_pass(layer, x)
         if forward_pass.examples is None:
             forward_pass.measure(x)
         if layer.unbatched(x) and forward_pass.shape == x.shape:
@@ -131,11 +123,13 @@ class ForwardPasses:
         """Return the forward pass that a reentrant checkpoint recomputes a part of, if any."""
         if graph_task() is None:
             return None
+        # The checkpoint's node, which runs now, was made in that pass. Taps could not remember it:
+        # the first forward ran without gradients, and none was made.
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
-        for x in reversed(self._recent):
-            if x.start <= number and (x.end is None or number < x.end):
-                return x
+        for recent in reversed(self._recent):
+            if recent.start <= number and (recent.end is None or number < recent.end):
+                return recent
         return None
 
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
@@ -145,26 +139,29 @@ class ForwardPasses:
         a part of the examples, or none. The pass lasts until a backward pass, or until its first
         layer is called again. All layers that one backward pass recomputes share one pass.
         """
-        task = graph_task()
-        if task is not None and self._recomputed is not None and self._recomputed[0] == task:
-            return self._recomputed[1]
-        goes_on = task is None and not self._loose_is_over
-        if goes_on and self.loose is not None and self.loose.first is not layer:
+        task, loose, recomputed = graph_task(), self.loose, self._recomputed
+        if task is not None and recomputed is not None and recomputed[0] == task:
+            return recomputed[1]
+        if task is None and loose is not None and not loose.is_over and loose.first is not layer:
+            return loose
+        batch: Any = x
+        for call in running_calls():  # from the innermost outwards
+            argument = batch_of(call["args"], call["kwargs"])
+            batch = batch if argument is None else argument
+        if task is None:
+            self.loose = self.begin(batch, layer)
             return self.loose
-        batches = [batch_of(call["args"], call["kwargs"]) for call in running_calls()]
-        *_, batch = (x, *[batch for batch in batches if batch is not None])
-        if task is not None:
-            self._recomputed = task, ForwardPass(batch, paused=self.paused > 0, first=layer)
-            return self._recomputed[1]
-        self.loose = self.begin(batch, layer)
-        self._loose_is_over = False
-        return self.loose
+        self._recomputed = task, ForwardPass(batch, paused=self.paused > 0, first=layer)
+        return self._recomputed[1]
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
-        self._loose_is_over = True
-        # A GPU's backward pass runs in another thread, which can't read this thread's numbers.
-        if self.loose is not None and self.loose.thread == threading.get_ident():
+        if self.loose is None:
+            return
+        self.loose.is_over = True
+        # A GPU's backward pass runs in another thread, which can't read this thread's numbers: its
+        # own would end the pass too early, or never. The next call in this thread ends it then.
+        if self.loose.thread == threading.get_ident():
             self.loose.end = sequence_nr()
             self.loose = None
 
@@ -183,8 +180,8 @@ def is_transformed() -> bool:
 def is_checkpointed() -> bool:
     """Return whether torch.utils.checkpoint's forward or recomputation runs.
 
-    Both runs must save the same tensors, though other layers may gather by then: under a
-    checkpoint every output is tapped, and the record of the first forward decides.
+    Both must save the same tensors, though other layers may gather by the time of the second: so
+    under a checkpoint every output is tapped, and the record of the first forward decides.
     """
     if top_hooks is None:
         return True  # torch 2.6 does not tell; an idle tap holds nothing of its own

@@ -31,6 +31,7 @@ from tests.support.watch import (
     Watch,
     assert_close,
     assert_factors,
+    built,
     check_step,
     exact,
     factors_of,
@@ -52,6 +53,9 @@ def loss_of(out: Tensor) -> Tensor:
     scale = torch.linspace(0.5, 2.0, out[:1].numel() or 1, dtype=out.dtype)
     scale = scale.view(out.shape[1:]) if len(out) else scale[0]
     return (scale * (out - 0.3).square()).sum() / max(len(out), 1)
+
+
+X = normal(6, 4)
 
 
 def fit(x: Tensor) -> Callable[[nn.Module], None]:
@@ -87,28 +91,102 @@ def assert_step(opt: Any, net: nn.Module, factors: tuple[Tensor, Tensor]) -> Non
 
 def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
     """One step on one batch with nothing beside it."""
-    net = make()
-    opt = exact(net, **options)
+    net, opt = built(make(), **options)
     descend(opt, loss_of(net(x)))
     return net, opt
 
 
-# ---------------------------------------------------------------- several uses, freezing
+def convnet() -> nn.Sequential:
+    return seeded(
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
+    )
 
 
-@pytest.mark.parametrize("times", [(2,), (2, 2), (3, 1)])
-def test_a_module_used_several_times_in_each_pass(times):
-    def loop(m: nn.Module, x: Tensor, count: int) -> Tensor:
+# ---------------------------------------------------------------- a plain twin as the oracle
+
+
+def looped() -> nn.Module:
+    def use(m: nn.Module, x: Tensor, count: int) -> Tensor:
         for _ in range(count):
             x = torch.tanh(m.layer(x))
         return x
 
+    return seeded(lambda: Body(use, layer=nn.Linear(4, 4)))
+
+
+def loops(*times: int) -> Callable[[nn.Module], None]:
     def train(model: nn.Module) -> None:
         for i, count in enumerate(times):
             (loss_of(model(normal(2 + i, 4, seed=i), count)) / len(times)).backward()
 
-    net = seeded(lambda: Body(loop, layer=nn.Linear(4, 4)))
-    check_step(net, train, ["layer"], float(sum(range(2, 2 + len(times)))))
+    return train
+
+
+def by_halves(*parts: Tensor) -> Callable[[nn.Module], None]:
+    def train(model: nn.Module) -> None:
+        for x in parts:
+            (loss_of(model(x)) / 2).backward()
+
+    return train
+
+
+def together(model: nn.Module) -> None:
+    first, second = model(X[:2]), model(X[2:])
+    (loss_of(second) / 2 + loss_of(first) / 2).backward()
+
+
+def beside_no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(normal(9, 4, seed=1))
+    out = model(X)
+    with torch.inference_mode():
+        model(normal(11, 4, seed=2))
+    loss_of(out).backward()
+    with torch.no_grad():
+        model(normal(9, 4, seed=3))
+
+
+def shared() -> nn.Module:
+    def use(m: nn.Module, x: Tensor) -> Tensor:
+        return m.out(input=torch.tanh(m.again(torch.tanh(m.first(input=x)))))
+
+    first = nn.Linear(4, 4)
+    return seeded(lambda: Body(use, first=first, out=nn.Linear(4, 3), again=first))
+
+
+def by_functional_call(model: nn.Module) -> None:
+    loss_of(torch.func.functional_call(model, dict(model.named_parameters()), (X,))).backward()
+
+
+IMAGES = normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)
+EMPTY = normal(0, 2, 3, 3)
+# What is built, how it trains, and K.
+TWINS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None], float]] = {
+    "used twice": (looped, loops(2), 2.0),
+    "used twice in two passes": (looped, loops(2, 2), 5.0),
+    "used unequally often": (looped, loops(3, 1), 5.0),
+    "micro-batches": (mlp, by_halves(X[:2], X[2:]), 6.0),
+    "forwards before one backward": (mlp, together, 6.0),
+    "an empty micro-batch, first": (convnet, by_halves(EMPTY, *IMAGES), 7.0),
+    "an empty micro-batch, between": (convnet, by_halves(IMAGES[0], EMPTY, IMAGES[1]), 7.0),
+    "an empty micro-batch, last": (convnet, by_halves(*IMAGES, EMPTY), 7.0),
+    "forwards without gradients": (mlp, beside_no_grad, 6.0),
+    "the model in eval": (lambda: mlp().eval(), fit(X), 6.0),
+    "a module of two names": (shared, fit(X), 6.0),
+    "functional_call with its own parameters": (mlp, by_functional_call, 6.0),
+}
+
+
+@pytest.mark.parametrize("scenario", TWINS)
+def test_factors_and_steps_are_those_of_a_plain_twin(scenario):
+    make, train, terms = TWINS[scenario]
+    net = make()
+    names = [name for name, module in net.named_modules() if hasattr(module, "weight")]
+    opt = check_step(net, train, names, terms)
+    assert list(opt.preconditioner.layers) == names and not opt.preconditioner.uncovered
+
+
+# ---------------------------------------------------------------- freezing
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -117,17 +195,16 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
     for name in frozen:
         net[0].get_parameter(name).requires_grad_(False)
     kept = {name: net[0].get_parameter(name).detach().clone() for name in frozen}
-    x = normal(6, 4)
     names = ["2"] if len(frozen) == 2 else ["0", "2"]
-    opt = check_step(net, fit(x), names, 6.0, factor_update_steps=3, inv_update_steps=10)
+    opt = check_step(net, fit(X), names, 6.0, factor_update_steps=3, inv_update_steps=10)
     for name, value in kept.items():
         assert torch.equal(net[0].get_parameter(name), value)
     net[0].requires_grad_(True)
     # Not the layer's slot, but its statistics are of another size now: it starts anew.
-    first = expected(net, fit(x), "0", 6.0)
+    first = expected(net, fit(X), "0", 6.0)
     for _ in range(2):
         opt.zero_grad()
-        fit(x)(net)
+        fit(X)(net)
         assert_step(opt, net, first)
         assert_factors(opt, "0", first)
 
@@ -135,20 +212,17 @@ def test_frozen_from_the_start_and_later_unfrozen(frozen):
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
 def test_frozen_in_the_middle_of_training(frozen):
     net = mlp()
-    x = normal(6, 4)
-    opt = check_step(net, fit(x), ["0", "2"], 6.0, factor_update_steps=3)
+    opt = check_step(net, fit(X), ["0", "2"], 6.0, factor_update_steps=3)
     for _ in range(2):
-        opt.zero_grad()
-        fit(x)(net)
-        opt.step()
+        descend(opt, loss_of(net(X)))
     other = tuple(t.clone() for t in opt.preconditioner.factors("2"))
     for name in frozen:
         net[0].get_parameter(name).requires_grad_(False)
     kept = {name: net[0].get_parameter(name).detach().clone() for name in frozen}
     opt.zero_grad()
     both = len(frozen) == 2
-    wanted = None if both else expected(net, fit(x), "0", 6.0)
-    fit(x)(net)
+    wanted = None if both else expected(net, fit(X), "0", 6.0)
+    fit(X)(net)
     if wanted is None:
         opt.step()
     else:
@@ -164,9 +238,8 @@ def test_parameters_outside_of_the_groups_are_left_alone():
     net = mlp()
     opt = exact([net[0].weight, *net[2].parameters()], model=net)
     assert opt.preconditioner.layers["0"].size_of("a") == (4, False)
-    x = normal(6, 4)
-    a = x.T @ x / 6
-    fit(x)(net)
+    a = X.T @ X / 6
+    fit(X)(net)
     before = net[0].bias.detach().clone()
     opt.step()
     assert_close(opt.preconditioner.factors("0")[0], a[None])
@@ -174,11 +247,9 @@ def test_parameters_outside_of_the_groups_are_left_alone():
 
 
 def test_layer_frozen_between_forward_and_backward():
-    net = mlp()
-    opt = exact(net)
-    x = normal(6, 4)
-    wanted = expected(net, fit(x), "2", 6.0)
-    out = net(x)
+    net, opt = built(mlp())
+    wanted = expected(net, fit(X), "2", 6.0)
+    out = net(X)
     net[0].requires_grad_(False)
     loss_of(out).backward()
     before = net[0].weight.detach().clone()
@@ -251,12 +322,6 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
 # ---------------------------------------------------------------- empty batches
 
 
-def convnet() -> nn.Sequential:
-    return seeded(
-        lambda: nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3))
-    )
-
-
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (4,)), (convnet, (2, 3, 3))])
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_an_empty_first_batch(make, shape, method):
@@ -275,18 +340,6 @@ def test_an_empty_first_batch(make, shape, method):
     opt.step()
     for name in names:
         assert_factors(opt, name, wanted[name])
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_empty_micro_batch(at):
-    parts = [normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)]
-    parts.insert(at, normal(0, 2, 3, 3))
-
-    def train(model: nn.Module) -> None:
-        for x in parts:
-            (loss_of(model(x)) / 2).backward()
-
-    check_step(convnet(), train, ["0", "3"], 7.0)
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -308,13 +361,26 @@ class Block(nn.Module):
         return self.second(after)
 
 
+def selective(policy: Any) -> dict[str, Any]:
+    """Return the options of a checkpoint that keeps outputs by a policy."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    return {"use_reentrant": False, "context_fn": contexts}
+
+
+POLICIES = {"kept": CheckpointPolicy.MUST_SAVE, "remade": CheckpointPolicy.PREFER_RECOMPUTE}
 # Ways to run a part, as ``under`` takes them.
 CHECKPOINTS = {"plain": None, "reentrant": True, "not reentrant": False}
 
 
-def under(reentrant: bool | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run a part under a checkpoint, or, with None, without one."""
-    return part(x) if reentrant is None else checkpoint(part, x, use_reentrant=reentrant)
+def under(kind: Any, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Run a part under a checkpoint, reentrant or not, or by a policy; None: without one."""
+    if kind is None:
+        return part(x)
+    how = {"use_reentrant": kind} if isinstance(kind, bool) else selective(kind)
+    return checkpoint(part, x, **how)
 
 
 class Deep(nn.Module):
@@ -361,28 +427,33 @@ def encoder(reentrant: bool | None) -> nn.Module:
     )
 
 
-# What is built, the shape of an example, and how many layers there are.
+# What is built, the shape of an example, and how many layers there are. Those of the first three
+# begin checkpoints themselves.
 CHECKPOINTED: dict[str, tuple[Callable[[bool | None], nn.Module], tuple[int, ...], int]] = {
     "blocks": (Deep, (4,), 6),
     "one of several uses": (Again, (4,), 1),
     "attention": (encoder, (5, 4), 5),
     "the model": (lambda reentrant: Deep(None), (4,), 6),
+    "linear": (lambda kind: nn.Sequential(nn.Linear(4, 5), nn.Tanh()), (4,), 1),
+    "no bias": (lambda kind: nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh()), (4,), 1),
+    "convolution": (lambda kind: nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh()), (2, 3, 3), 1),
+    "sequences": (lambda kind: nn.Sequential(nn.Linear(4, 5), nn.Tanh()), (2, 4), 1),
 }
 
 
-@both_checkpoints
+@pytest.mark.parametrize("kind", [True, False, *POLICIES.values()], ids=str)
 @pytest.mark.parametrize("what", CHECKPOINTED)
-def test_checkpointing_gives_the_same_factors(reentrant, what):
+def test_checkpointing_gives_the_same_factors(kind, what):
+    """A policy keeps some outputs, and refuses those that were changed in place since."""
     make, shape, count = CHECKPOINTED[what]
 
     def run(kind: bool | None):
-        net = seeded(lambda: make(kind))
-        opt = exact(net, factor_update_steps=2, inv_update_steps=2)
+        net, opt = built(seeded(lambda: make(kind)), factor_update_steps=2, inv_update_steps=2)
         for i in range(4):  # steps that are due for statistics and steps that are not
             opt.zero_grad()
             for size in (3, 2):
                 x = normal(size, *shape, seed=i).requires_grad_()
-                out = under(kind if what == "the model" else None, net, x)
+                out = under(None if what in [*CHECKPOINTED][:3] else kind, net, x)
                 (loss_of(out) / 2).backward()
             opt.step()
         return net, opt
@@ -390,7 +461,7 @@ def test_checkpointing_gives_the_same_factors(reentrant, what):
     plain = run(None)
     names = list(plain[1].preconditioner.layers)
     assert len(names) == count
-    assert_same(run(reentrant), plain, names)
+    assert_same(run(kind), plain, names)
 
 
 def in_another_thread(backward: Callable[[], None]) -> None:
@@ -432,8 +503,7 @@ def test_checkpointing_still_saves_memory(reentrant, when):
     x = normal(5, 4)
     alive = {}
     for kind in (None, reentrant):
-        net = seeded(lambda kind=kind: Deep(kind))
-        opt = exact(net)
+        net, opt = built(seeded(lambda kind=kind: Deep(kind)))
         if when == "not due":
             descend(opt, loss_of(net(x)))
         if when == "paused":
@@ -516,19 +586,7 @@ class OwnUses(nn.Module):
         return self.gamma * self.run(self.outer, x)
 
 
-def selective(policy: Any) -> dict[str, Any]:
-    """Return the options of a checkpoint that keeps outputs by a policy."""
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
-
-    return {"use_reentrant": False, "context_fn": contexts}
-
-
-POLICIES = [None, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [None, *POLICIES.values()])
 def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
     """A tap's tensors and operations must not be among those that checkpoints count."""
 
@@ -539,8 +597,7 @@ def test_checkpoints_of_own_parameters_keep_the_gradients(policy):
 
     gradients = []
     for one in (run, None):
-        net = seeded(lambda one=one: OwnUses(*filter(None, [one])))
-        opt = exact(net)
+        net, opt = built(seeded(lambda one=one: OwnUses(*filter(None, [one]))))
         loss_of(net(normal(3, 3, 4))).backward()
         assert not opt.preconditioner.steps
         gradients.append({name: p.grad for name, p in net.named_parameters()})
@@ -556,36 +613,13 @@ def test_uses_that_a_reentrant_checkpoint_hides_keep_raw_gradients():
         hidden = Body(use, block=Block(), product=0.5 * torch.eye(4))
         return nn.Sequential(nn.Linear(4, 4), hidden, nn.Linear(4, 40))
 
-    net = seeded(make)
-    opt = exact(net, factor_update_steps=1, lr=0.01)
+    net, opt = built(seeded(make), factor_update_steps=1, lr=0.01)
     for i in range(6):
         opt.zero_grad()
         loss_of(net(normal(6, 4, seed=i))).backward()
         gradient = net[1].product.grad.clone()
         assert_close(taken(opt, net)["1.product"], 0.01 * gradient, 1e-12)
     assert opt.preconditioner.coverage().left.keys() == {"1.product"}
-
-
-@pytest.mark.parametrize("kind", ["linear", "no bias", "convolution", "sequences"])
-@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "made again"])
-def test_selective_checkpointing(kind, keeps):
-    """Its policy keeps some outputs, and refuses those that were changed in place since."""
-    layer, x = {
-        "linear": (lambda: nn.Linear(4, 5), normal(6, 4)),
-        "no bias": (lambda: nn.Linear(4, 5, bias=False), normal(6, 4)),
-        "convolution": (lambda: nn.Conv2d(2, 3, 2), normal(6, 2, 3, 3)),
-        "sequences": (lambda: nn.Linear(4, 5), normal(6, 2, 4)),
-    }[kind]
-    policy = CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-    runs = []
-    for by_policy in (True, False):
-        net = seeded(lambda: nn.Sequential(layer(), nn.Tanh()))
-        opt = exact(net)
-        for _ in range(2):
-            out = checkpoint(net, x, **selective(policy)) if by_policy else net(x)
-            descend(opt, loss_of(out))
-        runs.append((net, opt))
-    assert_same(*runs, ["0"])
 
 
 # ---------------------------------------------------------------- wrappers
@@ -602,22 +636,11 @@ def test_data_parallel_is_refused():
     assert not opt.preconditioner.sums.of_layer
 
 
-def test_functional_call_with_the_models_own_parameters_trains_them():
-    x = normal(6, 4)
-
-    def train(model: nn.Module) -> None:
-        own = dict(model.named_parameters())
-        loss_of(torch.func.functional_call(model, own, (x,))).backward()
-
-    check_step(mlp(), train, ["0", "2"], 6.0)
-
-
 def test_backward_to_some_inputs_counts_for_those_layers_only():
     net = mlp()
-    x = normal(6, 4)
-    wanted = expected(net, fit(x), "2", 6.0)
+    wanted = expected(net, fit(X), "2", 6.0)
     opt = exact(net)
-    loss_of(net(x)).backward(inputs=list(net[2].parameters()))
+    loss_of(net(X)).backward(inputs=list(net[2].parameters()))
     opt.step()
     assert_factors(opt, "2", wanted)
     with pytest.raises(KeyError, match="no statistics yet"):
@@ -647,15 +670,13 @@ def test_paused_leaves_a_forward_out():
 
 
 def test_paused_for_a_whole_step_keeps_the_averages():
-    net = mlp()
-    opt = exact(net, factor_update_steps=1, inv_update_steps=1)
-    x = normal(6, 4)
-    fit(x)(net)
+    net, opt = built(mlp(), factor_update_steps=1, inv_update_steps=1)
+    fit(X)(net)
     opt.step()
     before = {name: tuple(t.clone() for t in opt.preconditioner.factors(name)) for name in "02"}
     opt.zero_grad()
     with opt.preconditioner.paused():
-        fit(3 * x)(net)
+        fit(3 * X)(net)
     assert_step(opt, net, before["0"])  # still preconditioned
     for name, factors in before.items():
         assert_factors(opt, name, factors, 1e-15)
@@ -681,34 +702,31 @@ class Batch:
     values: Tensor
 
 
-@pytest.mark.parametrize(
-    ("args", "examples", "positions"),
-    [
-        ((normal(5, 4),), 5, 5),
-        ((normal(5, 7, 4),), 5, 35),
-        ((normal(5, 2, 6, 3),), 5, 90),
-        ((normal(5, 2, 6, 3, 4),), 5, 360),
-        ((torch.zeros(5, 7, dtype=torch.long),), 5, 35),
-        ((torch.zeros(5, dtype=torch.long),), 5, 5),
-        (([normal(3, 4, 5), normal(3, 2, 6)],), 2, 32),
-        ((UserDict(ids=torch.zeros(5, 7, dtype=torch.long), mask=normal(9)),), 5, 35),
-        (((normal(5, 4), 3),), 5, 5),
-        ((Batch(normal(5, 4)),), 5, 5),
-        (([{"a": None, "b": (normal(5, 4),)}],), 5, 5),
-        ((pack_sequence([normal(5, 3), normal(2, 3)]),), 2, 7),
-        ((None, "text", normal(5, 7, 4)), 5, 35),
-        ((object(),), 11, 11),  # the first layer's own rows
-    ],
-    ids=[
-        *("rows", "sequences", "images", "volumes", "tokens", "indices", "list", "mapping"),
-        *("tuple", "dataclass", "nested", "packed", "later", "an object"),
-    ],
-)
+# Arguments of the model, their examples and their positions.
+INPUTS: dict[str, tuple[tuple[Any, ...], int, int]] = {
+    "rows": ((normal(5, 4),), 5, 5),
+    "sequences": ((normal(5, 7, 4),), 5, 35),
+    "images": ((normal(5, 2, 6, 3),), 5, 90),
+    "volumes": ((normal(5, 2, 6, 3, 4),), 5, 360),
+    "tokens": ((torch.zeros(5, 7, dtype=torch.long),), 5, 35),
+    "indices": ((torch.zeros(5, dtype=torch.long),), 5, 5),
+    "a time first": ((torch.tensor(0.5), normal(5, 4)), 5, 5),  # as models of flows are told
+    "list": (([normal(3, 4, 5), normal(3, 2, 6)],), 2, 32),
+    "mapping": ((UserDict(ids=torch.zeros(5, 7, dtype=torch.long), mask=normal(9)),), 5, 35),
+    "tuple": (((normal(5, 4), 3),), 5, 5),
+    "dataclass": ((Batch(normal(5, 4)),), 5, 5),
+    "nested": (([{"a": None, "b": (normal(5, 4),)}],), 5, 5),
+    "packed": ((pack_sequence([normal(5, 3), normal(2, 3)]),), 2, 7),
+    "later": ((None, "text", normal(5, 7, 4)), 5, 35),
+    "an object": ((object(),), 11, 11),  # the first layer's own rows
+}
+
+
+@pytest.mark.parametrize(("args", "examples", "positions"), INPUTS.values(), ids=list(INPUTS))
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword):
     for terms, count in (("examples", examples), ("positions", positions)):
-        net = seeded(wide)
-        opt = exact(net, loss_terms=terms)
+        net, opt = built(seeded(wide), loss_terms=terms)
 
         def train(model: nn.Module) -> None:
             if by_keyword:
@@ -726,24 +744,8 @@ def test_terms_by_default_and_by_positions(args, examples, positions, by_keyword
 # ---------------------------------------------------------------- counts
 
 
-def test_forwards_before_one_backward_are_one_batch():
-    x = normal(7, 4)
-
-    def apart(model: nn.Module) -> None:
-        (loss_of(model(x[:3])) / 2).backward()
-        (loss_of(model(x[3:])) / 2).backward()
-
-    def together(model: nn.Module) -> None:
-        first, second = model(x[:3]), model(x[3:])
-        (loss_of(second) / 2 + loss_of(first) / 2).backward()
-
-    for train in (apart, together):
-        check_step(mlp(), train, ["0", "2"], 7.0)
-
-
 def test_factor_update_steps_says_which_steps_gather():
-    net = mlp()
-    opt = exact(net, lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=False)
+    net, opt = built(mlp(), lr=0.0, factor_update_steps=3, inv_update_steps=3, staggered=False)
     gathered, wanted = [], []
     for i in range(7):
         x = normal(6, 4, seed=i)
@@ -784,8 +786,7 @@ def heads() -> nn.Module:
 
 
 def test_terms_are_those_of_all_passes_whosever_slot_it_is():
-    net = seeded(heads)
-    opt = exact(net, lr=0.0, factor_update_steps=3, factor_decay=1e-12)
+    net, opt = built(seeded(heads), lr=0.0, factor_update_steps=3, factor_decay=1e-12)
 
     def train(model: nn.Module) -> None:
         for head, size in (("left", 5), ("right", 2)):
@@ -802,8 +803,7 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
 
 
 def test_hooks_that_are_lost_later_are_noticed_after_four_steps_that_gather():
-    net = seeded(heads)
-    opt = exact(net, lr=0.1, factor_update_steps=3)
+    net, opt = built(seeded(heads), lr=0.1, factor_update_steps=3)
     descend(opt, loss_of(net(normal(5, 4))))
     for module in net.modules():
         module._forward_hooks.clear()
@@ -835,26 +835,23 @@ def test_grad_scaler_option(kind):
 
 
 def test_backward_that_starts_without_a_gradient_drops_what_has_gathered():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     for _ in range(2):
         fit(normal(9, 4, seed=1))(net)
     net.zero_grad(set_to_none=True)
-    fit(x[:4])(net)
-    fit(x[4:])(net)
+    fit(X[:4])(net)
+    fit(X[4:])(net)
     opt.step()
     other = mlp()
     clean = exact(other)
-    fit(x[:4])(other)
-    fit(x[4:])(other)
+    fit(X[:4])(other)
+    fit(X[4:])(other)
     clean.step()
     assert_same((net, opt), (other, clean))
 
 
 def test_backward_without_a_gradient_drops_for_its_own_layers_only():
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     x, y = normal(6, 4), normal(5, 4, seed=1)
     wanted = expected(net, lambda m: (fit(x)(m), fit(y)(m)), "2", 11.0)
     fit(x)(net)
@@ -866,26 +863,23 @@ def test_backward_without_a_gradient_drops_for_its_own_layers_only():
 
 
 def test_autograd_grad_beside_training_leaves_no_trace():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
-    torch.autograd.grad(loss_of(net(3 * x)), list(net.parameters()))
+    net, opt = built(mlp())
+    torch.autograd.grad(loss_of(net(3 * X)), list(net.parameters()))
     assert opt.preconditioner.memory_usage()["pending"] == 0
-    probe = x.clone().requires_grad_()
+    probe = X.clone().requires_grad_()
     torch.autograd.grad(loss_of(net(probe)), probe)
     torch.autograd.grad(loss_of(net(probe)), [probe, net[0].bias])
-    fit(x)(net)
-    torch.autograd.grad(loss_of(net(2 * x)), [net[2].weight], create_graph=True)
+    fit(X)(net)
+    torch.autograd.grad(loss_of(net(2 * X)), [net[2].weight], create_graph=True)
     (slope,) = torch.autograd.grad(net(probe).square().sum(), probe, create_graph=True)
     torch.autograd.grad(slope.square().sum(), list(net.parameters()), allow_unused=True)
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 @pytest.mark.parametrize("what", ["eval pass", "training pass", "detached output"])
 def test_forward_without_a_backward_keeps_nothing(what):
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     kept: list[weakref.ref] = []
 
     class Spy(nn.Module):
@@ -906,13 +900,12 @@ def test_forward_without_a_backward_keeps_nothing(what):
     gc.collect()
     assert len(kept) == 1 and kept[0]() is None and storages[0].expired()
     assert opt.preconditioner.memory_usage()["pending"] == 0
-    x = normal(6, 4)
     net.train()
-    fit(x)(net)
+    fit(X)(net)
     net(normal(4, 4, seed=2))
     opt.step()
     assert all(ref() is None for ref in kept[1:])
-    clean = clean_run(x)
+    clean = clean_run(X)
     for p, q in zip(net.parameters(), clean[0].parameters(), strict=True):
         assert_close(p, q)
 
@@ -920,10 +913,8 @@ def test_forward_without_a_backward_keeps_nothing(what):
 @pytest.mark.parametrize("freeze", [False, True])
 def test_the_other_half_of_a_gan(freeze):
     # The generator's pass reaches the discriminator's weights too; those gradients are dropped.
-    def nets() -> tuple[nn.Module, nn.Module]:
-        return mlp(), seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
-
-    gen, dis = nets()
+    gen = mlp()
+    dis = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     options = {"factor_update_steps": 1, "factor_decay": 1e-12}  # averages of the last step alone
     opt_g, opt_d = exact(gen, **options), exact(dis, **options)
     for i in range(2):
@@ -975,8 +966,7 @@ class Within(nn.Module):
 
 @pytest.mark.parametrize(("depth", "guess"), [(0, False), (2, False), (1, True)])
 def test_calls_of_a_model_within_its_own_are_one_pass(depth, guess):
-    net = seeded(lambda: Within(depth, guess))
-    opt = exact(net, factor_update_steps=1)
+    net, opt = built(seeded(lambda: Within(depth, guess)), factor_update_steps=1)
     for rows in (8, 5):
         fit(normal(rows, 3))(net)
         assert opt.preconditioner.sums.terms() == rows
@@ -1039,7 +1029,6 @@ def test_gradients_that_the_model_clears_in_its_own_forward():
         opt.zero_grad()
         return m.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
-    net = seeded(lambda: Body(clears, layer=nn.Linear(4, 3)))
-    opt = exact(net)
+    net, opt = built(seeded(lambda: Body(clears, layer=nn.Linear(4, 3))))
     fit(normal(6, 3, 4))(net)
     assert opt.preconditioner.sums.terms() == 6

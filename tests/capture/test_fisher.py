@@ -41,6 +41,10 @@ def optimizer(model: nn.Module, **options: Any) -> Any:
     return KFACSGD(model, **{"lr": 0.1, **PAPERS, **options})
 
 
+def built(model: nn.Module, **options: Any) -> tuple[nn.Module, Any]:
+    return model, optimizer(model, **options)
+
+
 def target(kind: str, outputs: Tensor) -> Tensor:
     """Labels that fit; curvature does not depend on them."""
     if kind == "cross_entropy":
@@ -168,8 +172,7 @@ def test_draws_follow_from_step_and_call_and_from_nothing_else():
     start = seeded(nn.Sequential(nn.Linear(2, 3)), 7)
 
     def draws() -> list[Tensor]:
-        model = copy.deepcopy(start)
-        opt = optimizer(model, **EVERY_STEP)
+        model, opt = built(copy.deepcopy(start), **EVERY_STEP)
         found = []
         for _ in range(2):
             for _ in range(2):
@@ -198,8 +201,7 @@ def test_a_checkpoint_goes_on_with_the_same_draws():
             F.cross_entropy(outputs, y).backward()
             opt.step()
 
-    model = network("chain")
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(network("chain"), **EVERY_STEP)
     go(model, opt, range(2))
     other = copy.deepcopy(model)
     resumed = optimizer(other, **EVERY_STEP)
@@ -281,8 +283,7 @@ def test_inputs_are_worked_on_once(monkeypatch):
 
 def test_a_loss_scale_is_not_in_the_draws():
     def factors(scale: float) -> dict[Any, Tensor]:
-        model = network("chain")
-        opt = optimizer(model, grad_scaler=scale)
+        model, opt = built(network("chain"), grad_scaler=scale)
         x, y = batch("chain", 0, 4)
         outputs = model(x)
         opt.preconditioner.sample_fisher(outputs, "cross_entropy")
@@ -294,8 +295,7 @@ def test_a_loss_scale_is_not_in_the_draws():
 
 def test_draws_live_and_die_with_their_gradients():
     """zero_grad before the training pass keeps them, after it drops them."""
-    model = seeded(nn.Sequential(nn.Linear(2, 3)), 8)
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(seeded(nn.Sequential(nn.Linear(2, 3)), 8), **EVERY_STEP)
     thrown = torch.randn(4, 2, dtype=torch.float64)
     x = torch.randn(4, 2, dtype=torch.float64)
     for rows in (thrown, x):
@@ -409,51 +409,37 @@ def test_passes_without_draws_among_others_are_named():
     opt.step()
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "kind": ("bce", {}, "Invalid kind: 'bce'; it must be .*cross_entropy"),
-    "dim": ("mse", {"dim": 2}, "Invalid dim: 2 for outputs of shape"),
-    "batch": ("cross_entropy", {"dim": 0}, "Invalid dim: 0"),
+GRAPHLESS = (torch.ones(4, 3), torch.tensor(1.0), [1.0], torch.ones(4, 3, dtype=torch.int))
+# Arguments of the call, options of the optimizer, and the error.
+REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "kind": ((None, "bce"), {}, "Invalid kind: 'bce'; it must be .*cross_entropy"),
+    "dim": ((None, "mse", 2), {}, "Invalid dim: 2 for outputs of shape"),
+    "the batch": ((None, "cross_entropy", 0), {}, "Invalid dim: 0"),
+    "the papers' scale": ((None, "mse"), {"normalization": "kaisa"}, "Invalid normalization"),
+    **{str(x)[:9] + str(i): ((x, "mse"), {}, "Invalid outputs") for i, x in enumerate(GRAPHLESS)},
 }
 
 
-@pytest.mark.parametrize("kind, arguments, text", list(WRONG.values()), ids=list(WRONG))
-def test_what_does_not_fit_is_refused(kind, arguments, text):
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_fit_is_refused(what):
+    (outputs, kind, *dim), options, text = REFUSED[what]
     model = nn.Linear(2, 3)
-    opt = optimizer(model)
+    opt = KFACSGD(model, lr=0.1, compute_method="eigen", **options)
+    outputs = model(torch.randn(4, 2)) if outputs is None else outputs
     with pytest.raises(ValueError, match=text):
-        opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), kind, **arguments)
-
-
-@pytest.mark.parametrize(
-    "outputs", [torch.ones(4, 3), torch.tensor(1.0), [1.0], torch.ones(4, 3, dtype=torch.int)]
-)
-def test_outputs_without_a_graph_are_refused(outputs):
-    opt = optimizer(nn.Linear(2, 3))
-    with pytest.raises(ValueError, match="Invalid outputs"):
-        opt.preconditioner.sample_fisher(outputs, "mse")
+        opt.preconditioner.sample_fisher(outputs, kind, dim=dim[0] if dim else None)
 
 
 def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3))
-    opt = optimizer(model)
+    model, opt = built(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)))
     outputs = model(torch.randn(4, 2))
     outputs.square().sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"sample_fisher came after .*backward.*; call it before"
-    ):
+    with pytest.raises(RuntimeError, match=r"sample_fisher came after .*backward.*; call it befo"):
         opt.preconditioner.sample_fisher(outputs, "mse")
 
 
-def test_the_papers_normalization_is_refused():
-    model = nn.Linear(2, 3)
-    opt = KFACSGD(model, lr=0.1, compute_method="eigen", normalization="kaisa")
-    with pytest.raises(ValueError, match="Invalid normalization"):
-        opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
-
-
 def test_terms_that_change_their_meaning_after_a_draw_are_refused():
-    model = nn.Linear(2, 3)
-    opt = optimizer(model)
+    model, opt = built(nn.Linear(2, 3))
     opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
     with pytest.raises(ValueError, match=r"Invalid loss_terms: 4\.0 after sample_fisher"):
         opt.preconditioner.loss_terms = 4.0
@@ -519,8 +505,7 @@ def test_two_ranks_equal_one_process(how):
     """Each with ragged micro-batches."""
     if how == "fully_shard" and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    model = network(NETWORK[how])
-    opt = optimizer(model, **EVERY_STEP)
+    model, opt = built(network(NETWORK[how]), **EVERY_STEP)
     x, y = batch(NETWORK[how], 0, 10)
     ranks = run(2, on_a_rank, how)
     draws = torch.cat([rank["draws"] for rank in ranks])

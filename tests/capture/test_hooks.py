@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from kaisa_optim.capture.passes import top_hooks
-from tests.capture.test_capture import assert_same, clean_run, convnet, fit, loss_of, mlp
+from tests.capture.test_capture import X, assert_same, clean_run, convnet, fit, loss_of, mlp
 from tests.support import groups
 from tests.support.branches import Branches, backward, gathering, output_factor
 from tests.support.ranks import run
@@ -26,7 +27,7 @@ from tests.support.watch import (
     Watch,
     assert_close,
     assert_factors,
-    check_step,
+    built,
     exact,
     factors_of,
     normal,
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 EIGEN = {"compute_method": "eigen"}
 NEWEST = {**EIGEN, "factor_decay": 1e-12}  # an average is the last value
+AT_ONCE = {"staggered": False}
 
 
 def micro_batches(model: nn.Module, i: int, ways: str) -> None:
@@ -53,19 +55,113 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-# ---- micro-batches and ranks by different branches ----
+# ---- which passes count: G is K Σ g gᵀ, of the layer's last pass in its turn ----
 
 
-@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
-def test_micro_batches_of_other_branches_count_for_a_layer_that_comes_late(options):
-    model = Branches()
-    opt = KFACSGD(model, lr=0.1, **options, **EIGEN)
-    for i, ways in enumerate(("aa", "ab")):
+class Tokens(nn.Module):
+    """Of which a trainer calls ``net`` alone; ``token`` sees examples and positions as rows."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.token, self.head = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
+        self.double().first.requires_grad_(not frozen)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        t = torch.tanh(self.token(h.flatten(0, 1))).unflatten(0, x.shape[:2])
+        return self.head(t.mean(1)).square().mean()
+
+
+def part(model: nn.Module, i: int) -> None:
+    model.training_step(normal(8, 5, 6, seed=i)).backward()
+
+
+def two_ends() -> nn.Module:
+    """Return a model with a head that not all passes take, and a loss of some rows, or of none."""
+
+    def use(m: nn.Module, x: Tensor, whole: bool, chosen: int) -> Tensor:
+        h = torch.tanh(m.body(x))
+        out = m.head(h).square().mean() if whole else h.square().mean()
+        return (out + m.aux(h[:chosen]).square().sum() / 8) / 2
+
+    parts = {"head": nn.Linear(5, 3), "aux": nn.Linear(5, 2)}
+    return seeded(lambda: Body(use, body=nn.Linear(6, 5), **parts))
+
+
+def exits(model: nn.Module, i: int) -> None:
+    for whole in (True, False)[: 1 + i]:
+        model(normal(8, 6, seed=i + 10 * whole), whole, 2).backward()
+
+
+def selects(model: nn.Module, i: int) -> None:
+    for j, chosen in enumerate((0, 3)):
+        model(normal(8, 6, seed=2 * i + j), False, chosen).backward()
+
+
+def alone(change: str) -> Callable[[nn.Module, int], None]:
+    """Return passes of which the second meets one layer, which has its turn in another step."""
+
+    def train(model: nn.Module, i: int) -> None:
+        backward(model, i, "b", 2)
+        x = normal(4, 2, 6, seed=30 + i) if change == "view in place" else normal(4, 6, seed=i)
+        h = model.a(x)
+        (h if change == "nothing" else h.tanh_()).square().mean().backward()
+
+    return train
+
+
+def ways(*steps: str) -> Callable[[nn.Module, int], None]:
+    return lambda model, i: micro_batches(model, i, steps[i])
+
+
+# What is built, how it trains in step i, the layer, K (in each step), the number of steps, options.
+EVERY, EVERY_2, EVERY_3 = ({"factor_update_steps": n} for n in (1, 2, 3))
+COUNTED: dict[str, tuple[Callable[[], nn.Module], Any, str, Any, int, dict[str, Any]]] = {
+    "a branch that comes late": (Branches, ways("aa", "ab"), "b", 16, 2, {}),
+    "a branch that comes late, at once": (Branches, ways("aa", "ab"), "b", 16, 2, AT_ONCE),
+    "branches are no steps left out": (
+        Branches,
+        ways("ab"),
+        "a",
+        16,
+        1,
+        {"factor_update_steps": 1},
+    ),
+    "an exit that no gathering pass took": (two_ends, exits, "head", (8, 16, 16), 3, EVERY_2),
+    "a pass without rows for the first layer": (two_ends, selects, "aux", 16, 3, EVERY_2),
+    "a part, by its first layer": (Tokens, part, "token", 8, 6, EVERY_3),
+    "a part, its head": (Tokens, part, "head", 8, 6, EVERY_3),
+    "a part, the first layer frozen": (lambda: Tokens(True), part, "token", 40, 6, EVERY_3),
+    "a part whose first layer is frozen, its head": (
+        lambda: Tokens(True),
+        part,
+        "head",
+        40,
+        6,
+        EVERY_3,
+    ),
+    "a layer alone": (Branches, alone("nothing"), "head", 12, 4, EVERY_3),
+    "a layer alone, a view in place": (Branches, alone("view in place"), "head", 12, 4, EVERY_3),
+    "a layer alone, in place": (Branches, alone("in place"), "head", 12, 4, EVERY_3),
+}
+
+
+@pytest.mark.parametrize("scenario", COUNTED)
+def test_each_pass_that_trains_counts(scenario):
+    make, train, layer, terms, steps, options = COUNTED[scenario]
+    model = make()
+    opt = KFACSGD(model, lr=0.1, **NEWEST, **options)
+    found, checked = gradients_of(model.get_submodule(layer)), []
+    for i in range(steps):
         opt.zero_grad()
-        found = gradients_of(model.b)
-        micro_batches(model, i, ways)
+        train(model, i)
         opt.step()
-    assert_close(output_factor(opt, "b"), 16 * found[0].T @ found[0])
+        if layer in opt.preconditioner.work.average:
+            g, k = found[-1], terms[i] if isinstance(terms, tuple) else terms
+            assert_close(output_factor(opt, layer), k * g.T @ g, what=f"step {i}")
+            checked.append(i)
+    assert checked[-1] > 0 or steps == 1
 
 
 def late_on_the_last_rank(options: dict[str, Any]) -> None:
@@ -86,27 +182,9 @@ def late_on_the_last_rank(options: dict[str, Any]) -> None:
         assert_close(kept.squeeze(0), expected[0])
 
 
-@pytest.mark.parametrize("options", [{}, {"staggered": False}], ids=["staggered", "at once"])
+@pytest.mark.parametrize("options", [{}, AT_ONCE], ids=["staggered", "at once"])
 def test_ranks_on_other_branches_count_for_a_layer_that_comes_late(options):
     run(2, late_on_the_last_rank, options)
-
-
-def test_an_exit_that_no_gathering_pass_has_taken_counts():
-    def exits(m: nn.Module, x: Tensor, whole: bool) -> Tensor:
-        h = torch.tanh(m.body(x))
-        return m.head(h) if whole else h
-
-    model = seeded(lambda: Body(exits, body=nn.Linear(6, 5), head=nn.Linear(5, 3)))
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
-    found = gradients_of(model.head)
-    for i in range(2):
-        opt.zero_grad()
-        for whole in (True, False)[: 1 + i]:
-            (model(normal(8, 6, seed=i + 10 * whole), whole).square().mean() / 2).backward()
-        turn = gathering(opt)
-        opt.step()
-    assert turn == {"head"}
-    assert_close(output_factor(opt, "head"), 16 * found[-1].T @ found[-1])
 
 
 def steps(model: nn.Module, opt: Any, numbers: range) -> list[Tensor]:
@@ -155,87 +233,6 @@ def test_a_step_left_out_leaves_nothing_on_a_branch_that_the_next_does_not_take(
         factors.append(after(model, opt, skipped, model if through == "model" else opt))
     for kept, expected in zip(*factors, strict=True):
         assert torch.equal(kept, expected)
-
-
-def test_micro_batches_on_different_branches_are_no_steps_left_out():
-    model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=1, **EIGEN)
-    found = gradients_of(model.a)
-    micro_batches(model, 0, "ab")
-    opt.step()
-    assert_close(output_factor(opt, "a"), 16 * found[0].T @ found[0])
-
-
-class Tokens(nn.Module):
-    """Of which a trainer calls ``net`` alone; ``token`` sees examples and positions as rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.token, self.head = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)
-        self.double()
-
-    def training_step(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        t = torch.tanh(self.token(h.flatten(0, 1))).unflatten(0, x.shape[:2])
-        return self.head(t.mean(1)).square().mean()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_part_that_is_called_without_its_model_has_the_k_of_its_first_layer_that_trains(frozen):
-    terms = 40 if frozen else 8
-    model = Tokens()
-    model.first.requires_grad_(not frozen)
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, **NEWEST)
-    found = {name: gradients_of(getattr(model, name)) for name in ("token", "head")}
-    for i in range(6):
-        opt.zero_grad()
-        turn = gathering(opt)
-        model.training_step(normal(8, 5, 6, seed=i)).backward()
-        opt.step()
-        for name in turn & set(found):
-            g = found[name][-1]
-            assert_close(output_factor(opt, name), terms * g.T @ g, what=f"{name}, step {i}")
-
-
-@pytest.mark.parametrize("change", ["nothing", "view in place", "in place"])
-def test_passes_through_layers_whose_turn_it_is_not_are_seen(change):
-    """The second pass meets one layer alone, which has its turn in another step."""
-    model = Branches()
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=3, **NEWEST)
-    found = gradients_of(model.head)
-    for i in range(4):
-        opt.zero_grad()
-        turn = gathering(opt)
-        backward(model, i, "b", 2)
-        x = normal(4, 2, 6, seed=30 + i) if change == "view in place" else normal(4, 6, seed=i)
-        h = model.a(x)
-        (h if change == "nothing" else h.tanh_()).square().mean().backward()
-        opt.step()
-        if i and turn == {"head"}:
-            break
-    assert_close(output_factor(opt, "head"), 12 * found[-1].T @ found[-1])
-
-
-def test_a_pass_counts_that_brings_the_first_layer_no_rows():
-    """An auxiliary loss is of some rows, which may be none."""
-
-    def selects(m: nn.Module, x: Tensor, chosen: int) -> Tensor:
-        h = torch.tanh(m.body(x))
-        return h.square().mean() + m.aux(h[:chosen]).square().sum() / 8
-
-    model = seeded(lambda: Body(selects, body=nn.Linear(6, 5), aux=nn.Linear(5, 2)))
-    opt = KFACSGD(model, lr=0.1, factor_update_steps=2, **NEWEST)
-    found = gradients_of(model.aux)
-    for i in range(3):
-        opt.zero_grad()
-        for j, chosen in enumerate((0, 3)):
-            (model(normal(8, 6, seed=2 * i + j), chosen) / 2).backward()
-        turn = gathering(opt)
-        opt.step()
-        if turn == {"aux"}:
-            g = found[-1]
-    assert_close(output_factor(opt, "aux"), 16 * g.T @ g)
 
 
 def test_a_bias_frozen_between_micro_batches_takes_no_pass_away():
@@ -360,37 +357,6 @@ def test_a_branch_behind_other_gradients_than_the_layers_counts(inputs):
     assert gathered == {"first", "mine"}
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_number_before_the_batch_is_no_batch(by_name):
-    """Models of flows are told a time first."""
-    model = seeded(lambda: Body(lambda m, t, x: m.layer(x) * t, layer=nn.Linear(6, 3)))
-    opt = KFACSGD(model, lr=0.1, **EIGEN)
-    gradients = gradients_of(model.layer)
-    t, x = torch.tensor(0.5), normal(8, 6)
-    (model(t=t, x=x) if by_name else model(t, x)).square().sum(1).mean().backward()
-    opt.step()
-    assert_close(output_factor(opt, "layer"), 8 * gradients[0].mT @ gradients[0])
-
-
-# ---- how layers are called ----
-
-
-def test_training_with_the_whole_model_in_eval():
-    net = mlp().eval()
-    check_step(net, fit(normal(6, 4)), ["0", "2"], 6.0)
-
-
-def test_a_shared_module_is_counted_once_however_it_is_called():
-    def use(m: nn.Module, x: Tensor) -> Tensor:
-        return m.out(input=torch.tanh(m.again(torch.tanh(m.first(input=x)))))
-
-    first = nn.Linear(4, 4)
-    net = seeded(lambda: Body(use, first=first, out=nn.Linear(4, 3), again=first))
-    opt = check_step(net, fit(normal(6, 4)), ["first", "out"], 6.0)
-    assert list(opt.preconditioner.layers) == ["first", "out"]
-    assert not opt.preconditioner.uncovered
-
-
 # ---- work beside training ----
 
 
@@ -400,22 +366,6 @@ def test_a_pass_on_the_meta_device_gathers_nothing():
         opt = KFACSGD(model, lr=0.1)
         model(torch.empty(5, 3)).sum().backward()
     assert not opt.preconditioner.sums.of_layer
-
-
-def test_forwards_under_no_grad_in_training_mode():
-    x = normal(6, 4)
-
-    def train(model: nn.Module) -> None:
-        with torch.no_grad():
-            model(normal(9, 4, seed=1))
-        out = model(x)
-        with torch.inference_mode():
-            model(normal(11, 4, seed=2))
-        loss_of(out).backward()
-        with torch.no_grad():
-            model(normal(9, 4, seed=3))
-
-    check_step(mlp(), train, ["0", "2"], 6.0)
 
 
 def test_gradient_penalty_in_the_loss():
@@ -441,33 +391,31 @@ def test_gradient_penalty_in_the_loss():
 
 
 def test_per_example_gradients_by_torch_func_beside_training():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     parameters = {name: p.detach() for name, p in net.named_parameters()}
 
     def one(parameters, example):
         return loss_of(torch.func.functional_call(net, parameters, (example[None],)))
 
     def each():
-        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(parameters, x)
+        return torch.func.vmap(torch.func.grad(one), in_dims=(None, 0))(parameters, X)
 
     before = each()
-    fit(x)(net)
+    fit(X)(net)
     each()
     # Without a transform too: the weights that receive the gradient are not the model's.
     moved = {name: p.clone().requires_grad_() for name, p in parameters.items()}
-    loss_of(torch.func.functional_call(net, moved, (x,))).backward()
+    loss_of(torch.func.functional_call(net, moved, (X,))).backward()
     # And with the model's own weights.
-    assert_close(torch.func.vmap(net)(x), net(x))
-    slopes = torch.func.vmap(torch.func.jacrev(net))(x)
-    wanted = torch.autograd.functional.jacobian(net, x).diagonal(dim1=0, dim2=2)
+    assert_close(torch.func.vmap(net)(X), net(X))
+    slopes = torch.func.vmap(torch.func.jacrev(net))(X)
+    wanted = torch.autograd.functional.jacobian(net, X).diagonal(dim1=0, dim2=2)
     assert_close(slopes, wanted.movedim(-1, 0))
     for name, p in net.named_parameters():
         assert_close(before[name].mean(0), p.grad, what=name)
         assert_close(moved[name].grad, p.grad, what=name)
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 # ---- torch.compile ----
@@ -521,7 +469,6 @@ def test_torch_compile(fresh_dynamo, how):
 def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, cls):
     if what == "step" and torch.__version__ < (2, 7):
         pytest.skip("torch 2.6 calls such a method without its object")
-    x = normal(6, 4)
     runs = []
     for compiled in (True, False):
         net = mlp()
@@ -529,7 +476,7 @@ def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, 
 
         def train(net: nn.Module = net, opt: Any = opt) -> None:
             opt.zero_grad()
-            fit(x)(net)
+            fit(X)(net)
 
         step = opt.step
 
@@ -553,13 +500,12 @@ def test_torch_compile_of_the_backward_pass_and_of_the_step(fresh_dynamo, what, 
 
 def test_torch_compile_called_before_construction(fresh_dynamo):
     # Compiled code does not look for hooks that come later: an error says what to do.
-    x = normal(6, 4)
     net = mlp()
     compiled = torch.compile(net, backend="aot_eager")
-    fit(x)(compiled)
+    fit(X)(compiled)
     net.zero_grad()
     opt = exact(compiled)
-    fit(x)(compiled)
+    fit(X)(compiled)
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(
         RuntimeError, match=r"model of this class was compiled and called.*_dynamo\."
@@ -568,9 +514,9 @@ def test_torch_compile_called_before_construction(fresh_dynamo):
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
     torch._dynamo.reset()
     opt.zero_grad()
-    fit(x)(compiled)
+    fit(X)(compiled)
     opt.step()
-    assert_same((net, opt), clean_run(x), rtol=1e-10)
+    assert_same((net, opt), clean_run(X), rtol=1e-10)
 
 
 def attends(**options: bool) -> nn.Module:
@@ -602,8 +548,7 @@ def test_in_place_activations_after_every_kind(make, x):
 
     runs = []
     for follow in (in_place, lambda out: torch.relu(out + 0.5)):
-        net = seeded(make)
-        opt = exact(net)
+        net, opt = built(seeded(make))
         descend(opt, loss_of(follow(net(x))))
         runs.append((net, opt))
     assert_same(*runs, list(runs[0][1].preconditioner.layers))
@@ -624,8 +569,7 @@ def nodes_of(out: Tensor) -> Counter[str]:
 def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     # Of a view that is changed in place autograd copies the gradient, whole and in part.
     make, x = KINDS[kind]
-    net = seeded(make)
-    opt = exact(net)
+    net, opt = built(seeded(make))
     seen = nodes_of(net(x))
     assert "TapBackward" in seen and "CopySlices" not in seen
     assert opt.preconditioner.layers
@@ -634,7 +578,6 @@ def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
 @pytest.mark.parametrize("first", [True, False])
 def test_users_forward_hook_that_changes_the_output(first):
     # Its output is not the layer's s, whichever was registered first.
-    x = normal(6, 4)
     net = mlp()
 
     def tripled(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -643,13 +586,13 @@ def test_users_forward_hook_that_changes_the_output(first):
     twin = copy.deepcopy(net)
     watch = Watch(twin, "0")
     twin[0].register_forward_hook(tripled)
-    fit(x)(twin)
+    fit(X)(twin)
     if first:
         net[0].register_forward_hook(tripled)
     opt = exact(net)
     if not first:
         net[0].register_forward_hook(tripled)
-    fit(x)(net)
+    fit(X)(net)
     assert_close(net[0].weight.grad, twin[0].weight.grad)
     opt.step()
     assert_factors(opt, "0", factors_of(*rows_of(twin[0], watch.trained("0")), 6.0))
@@ -657,28 +600,24 @@ def test_users_forward_hook_that_changes_the_output(first):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tracing_and_exporting_a_model_in_training():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
-    traced = torch.jit.trace(net, (x,))
-    assert_close(traced(2 * x), net(2 * x))
+    net, opt = built(mlp())
+    traced = torch.jit.trace(net, (X,))
+    assert_close(traced(2 * X), net(2 * X))
     if torch.__version__ >= (2, 7):  # 2.6 stops at any hook that its tracer does not know
-        exported = torch.export.export(net, (x,)).module()
-        assert_close(exported(x), net(x))
-    descend(opt, loss_of(net(x)))
-    assert_same((net, opt), clean_run(x))
+        exported = torch.export.export(net, (X,)).module()
+        assert_close(exported(X), net(X))
+    descend(opt, loss_of(net(X)))
+    assert_same((net, opt), clean_run(X))
 
 
 def test_saved_tensors_kept_elsewhere():
-    x = normal(6, 4)
-    net = mlp()
-    opt = exact(net)
+    net, opt = built(mlp())
     with torch.autograd.graph.save_on_cpu():
-        out = net(x)
+        out = net(X)
     with torch.autograd.set_detect_anomaly(True):
         loss_of(out).backward()
     opt.step()
-    assert_same((net, opt), clean_run(x))
+    assert_same((net, opt), clean_run(X))
 
 
 def saved_bytes(net: nn.Module, x: Tensor) -> int:
@@ -698,19 +637,12 @@ def saved_bytes(net: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_capture_keeps_no_extra_memory(kind):
-    make, shape = {
-        "linear": (mlp, (6, 4)),
-        "convolution": (convnet, (6, 2, 3, 3)),
-        "attention": (
-            lambda: seeded(
-                # With batch_first torch copies the input once more on its way into the attention.
-                lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)
-            ),
-            (3, 5, 4),
-        ),
+    net, x = {
+        "linear": (mlp(), X),
+        "convolution": (convnet(), normal(6, 2, 3, 3)),
+        # With batch_first torch copies the input once more on its way into the attention.
+        "attention": (nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0).double(), normal(3, 5, 4)),
     }[kind]
-    net = make()
-    x = normal(*shape)
     plain = saved_bytes(net, x)
     opt = exact(net)
     assert saved_bytes(net, x) == plain > 0
@@ -719,36 +651,25 @@ def test_capture_keeps_no_extra_memory(kind):
 
 
 def test_forward_mode_differentiation_leaves_its_passes_out():
-    net, other = mlp(), mlp()
-    opt, clean = exact(net), exact(other)
-    x, direction = normal(6, 4), normal(6, 4, seed=1)
+    net, opt = built(mlp())
+    direction = normal(6, 4, seed=1)
     with forward_ad.dual_level():
-        slope = forward_ad.unpack_dual(net(forward_ad.make_dual(x, direction))).tangent
-        fit(x)(net)  # which has no tangents
-    plain = torch.func.jvp(other, (x,), (direction,))[1]
-    fit(x)(other)
-    assert_close(slope, plain)
+        slope = forward_ad.unpack_dual(net(forward_ad.make_dual(X, direction))).tangent
+        fit(X)(net)  # which has no tangents
+    assert_close(slope, torch.func.jvp(mlp(), (X,), (direction,))[1])
     opt.step()
-    clean.step()
-    assert_same((net, opt), (other, clean), ["0", "2"])
+    assert_same((net, opt), clean_run(X))
 
 
-@pytest.mark.parametrize("kind", ["nested", "sparse"])
+@pytest.mark.parametrize("kind", ["a nested tensor", "of layout torch.sparse_coo"])
 def test_inputs_whose_rows_are_not_read_are_refused_by_name(kind):
-    net = mlp()
-    opt = exact(net)
-    x = normal(6, 4)
-    if kind == "sparse":
-        x = x.to_sparse()
-        what = "it is of layout torch.sparse_coo"
-    else:
-        x = torch.nested.nested_tensor([x[:2], x[2:]], layout=torch.jagged)
-        what = "it is a nested tensor"
-    with pytest.raises(
-        TypeError, match=rf"Invalid input of layer '0': {what}, .*skip_layers=\['0'"
-    ):
+    net, opt = built(mlp())
+    nested = torch.nested.nested_tensor([X[:2], X[2:]], layout=torch.jagged)
+    x = nested if "nested" in kind else X.to_sparse()
+    text = rf"Invalid input of layer '0': it is {kind}, .*skip_layers=\['0'"
+    with pytest.raises(TypeError, match=text):
         net(x)
-    if kind == "nested":
+    if "nested" in kind:
         return
     # Where nothing is to be read of them, they pass.
     with opt.preconditioner.paused():
@@ -774,9 +695,7 @@ def test_a_kind_of_ones_own_may_read_sparse_inputs():
         def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
             return grad[None, :, None]
 
-    x = normal(6, 4)
-    net, other = seeded(lambda: Sparse(4, 3)), seeded(lambda: Sparse(4, 3))
-    opt, clean = exact(net), exact(other)
-    descend(opt, loss_of(net(x.to_sparse())))
-    descend(clean, loss_of(other(x)))
-    assert_same((net, opt), (other, clean), [""])
+    clean = clean_run(X, lambda: seeded(lambda: Sparse(4, 3)))
+    net, opt = built(seeded(lambda: Sparse(4, 3)))
+    descend(opt, loss_of(net(X.to_sparse())))
+    assert_same((net, opt), clean, [""])

@@ -123,30 +123,25 @@ def test_a_penalty_is_told_with_its_share_and_the_layer_stays_covered():
     assert len(texts) == 1 and "first" in texts[0]
 
 
-def test_a_penalty_of_the_second_micro_batch_is_told():
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        loss_of(net(x)).backward()
-        return loss_of(net(x)) + 0.5 * net.first.weight.square().sum()
-
-    shares, texts = elsewhere(seeded(Head), normal(6, 4), loss, steps=2)
-    assert shares.keys() == {"first"} and len(texts) == 1
+def second_of_two(net: nn.Module, x: Tensor) -> Tensor:
+    loss_of(net(x)).backward()
+    return loss_of(net(x)) + 0.5 * net.first.weight.square().sum()
 
 
-def test_a_use_outside_of_the_models_forward_is_told():
-    net = seeded(Head)
+# Losses with other sources of a gradient than the model's calls, and the steps that tell them.
+SOURCES: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], int]] = {
+    "a penalty of the second micro-batch": (second_of_two, 2),
+    "a use outside of the model": (
+        lambda net, x: loss_of(net(x)) + F.linear(x, net.first.weight).square().sum(),
+        3,
+    ),
+    "a bias": (lambda net, x: loss_of(net(x)) + net.first.bias.sum(), 3),
+}
 
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return loss_of(net(x)) + F.linear(x, net.first.weight).square().sum()
 
-    shares, texts = elsewhere(net, normal(6, 4), loss)
-    assert shares.keys() == {"first"} and shares["first"] > 0.1 and len(texts) == 1
-
-
-def test_a_bias_with_other_sources_is_told():
-    def loss(net: nn.Module, x: Tensor) -> Tensor:
-        return loss_of(net(x)) + net.first.bias.sum()
-
-    shares, texts = elsewhere(seeded(Head), normal(6, 4), loss)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_gradient_with_other_sources_is_told(source):
+    shares, texts = elsewhere(seeded(Head), normal(6, 4), *SOURCES[source])
     assert shares.keys() == {"first"} and shares["first"] > 0.1 and len(texts) == 1
 
 

@@ -117,6 +117,10 @@ def exact(model: Any, /, **options: Any) -> Any:
     return KFACSGD(model, **{**PAPERS, "lr": 1.0, "damping": DAMPING, **options})
 
 
+def built(model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    return model, exact(model, **options)
+
+
 def check_step(
     model: nn.Module,
     train: Callable[[nn.Module], None],
