@@ -226,7 +226,7 @@ class Capture:
         self._changed = layers  # who had other parameters frozen then than in its statistics
         # Layers whose uses are looked for in the passes of the next step that gathers, whether a
         # pass since the last reset was searched, and the modules in which uses were found.
-        self.sought = {layer for layer in layers if not layer.intercepts()}
+        self.sought = {layer for layer in layers if layer.interceptor is None}
         self._searched = False
         self._noted: dict[tuple[Layer, nn.Module], None] = {}
         self._watched: dict[nn.Module, list[Layer]] = {}  # layers whose uses each module may hold
@@ -249,7 +249,7 @@ class Capture:
             if not layer.watched_in:
                 by_module.setdefault(layer.module, []).append(layer)
         for module, layers in by_module.items():
-            if layers[0].interceptor(layers, self._tap) is None:
+            if layers[0].interceptor is None:
                 hook = _OutputHook(self._output, layers[0], self._passes)
                 # First: a user's hook may return something else than the layer's own output.
                 handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
@@ -453,7 +453,7 @@ class Capture:
         """
         paths = {module: name for name, module in model.named_modules()} if layers else {}
         for layer in layers:
-            path = "" if layer.intercepts() else paths.get(layer.module, "")
+            path = "" if layer.interceptor else paths.get(layer.module, "")
             while path:
                 path = path.rpartition(".")[0]
                 self._watch_at(layer, model.get_submodule(path))
