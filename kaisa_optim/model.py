@@ -18,8 +18,8 @@ from .comm import sharding
 from .comm.ranks import Ranks
 from .curvature.group import stack_key
 from .errors import invalid_because
-from .layers.base import Layer, check_sizes, kind_of
-from .layers.kinds import SCALES, Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer, declared
+from .layers.base import Layer, kind_of, take_sizes
+from .layers.kinds import MATRICES, SCALES, Reasons, declared
 from .options import PER_GROUP, Group, Options
 from .plan import assignment
 from .plan.assignment import Placement, Task
@@ -33,10 +33,8 @@ _SKIPPED = ""
 _CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
 _PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
 BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
-_MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer  # kinds that may share a weight
 
 Names = dict[Tensor | None, list[str]]  # every name under which a parameter is registered
-Reasons = dict[Tensor | None, str]
 
 
 # ---- what is covered ----
@@ -132,8 +130,8 @@ def _layers_of(
     layers: list[Layer] = []
     reasons: Reasons = {}
     if kind is None:
-        layers, declined = declared(name, module) if is_trained else ([], {})
-        reasons.update(declined.items())
+        # Of an untrained lazy module even a shape must not be asked.
+        layers, reasons = declared(name, module) if is_trained else ([], {})
     else:
         why = kind.unsupported(module)
         parameters = [p for p in module._parameters.values() if p is not None]
@@ -173,7 +171,7 @@ def _tie(layers: list[Layer], names: Names, reasons: Reasons) -> set[Tensor | No
         if len(names.get(layer.weight, ())) > 1:
             users_of.setdefault(layer.weight, []).append(layer)
     for weight, users in users_of.items():
-        plain = all(type(layer) in _MATRICES and layer.blocks == 1 for layer in users)
+        plain = all(type(layer) in MATRICES and layer.blocks == 1 for layer in users)
         # A module without a layer would use the weight unseen.
         if not plain or len(users) != len(names[weight]) or weight in reasons:
             continue
@@ -436,7 +434,7 @@ class Registry:
             elif layer.weight in tied or _claims(layer, names, reasons):
                 layer.trained = layer.weight in self.group_of, layer.bias in self.group_of
                 if any(layer.trained):
-                    check_sizes(layer)
+                    take_sizes(layer)
                     layer.wide = most or widest(layer.inputs, layer.outputs)
                     layer.cover(layer.covers_now())
                     layers[layer.name] = layer
@@ -472,6 +470,8 @@ class Registry:
     def rebuild(self, covered: dict[str, Layer], groups: list[Group]) -> None:
         """Take over these layers; those with a place stay where their factors are."""
         self._accepted.update(p for group in groups for p in group["params"])
+        # A layer that begins anew leaves its place, too: it may go to another owner. Those that
+        # stay must keep theirs, since their factors lie there and nothing moves them.
         for name, layer in self.layers.items():
             if covered.get(name) is not layer:
                 del self.states[name], self.placements[name]

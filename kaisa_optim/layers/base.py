@@ -22,8 +22,8 @@ from ..linalg.moments import second_moment
 class Part(NamedTuple):
     """Every ``stride``-th example, which a layer's input and output gradient share."""
 
-    # A drawn subset would copy the rows, and take numbers from the user's generator.
-
+    # Ranks count alike, and a strided slice is a view. A drawn subset would copy the rows, and take
+    # numbers from the user's generator.
     dim: int = 0  # of the examples
     start: int = 0
     stride: int = 1
@@ -147,6 +147,7 @@ class Layer:
 
     def cover(self, covers: tuple[bool, bool]) -> None:
         """Cover weight and bias, or one of them."""
+        # Stacks and checkpoints go by the parameters' order, weight first: nothing else sets them.
         self.covers = covers
         pair = self.weight, self.bias
         marked = zip(pair, covers, strict=True)
@@ -165,6 +166,7 @@ class Layer:
 
     def covers_now(self) -> tuple[bool, bool]:
         """Return whether a backward pass now would give weight and bias a gradient to train by."""
+        # Flags alone: whether a gradient came is asked of each backward pass, and ranks differ.
         weight, bias = self.weight, self.bias
         return (
             self.trained[0] and weight is not None and weight.requires_grad,
@@ -400,8 +402,8 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     return register
 
 
-def check_sizes(layer: Layer) -> None:
-    """Note sizes that a layer's kind leaves to its weight; refuse others than the weight's."""
+def take_sizes(layer: Layer) -> None:
+    """Take sizes that a layer's kind leaves to its weight; refuse others than the weight's."""
     assert layer.weight is not None
     shape, kind = tuple(layer.weight.shape), type(layer)
     # On the meta device: a view of a weight that ranks share would ask the other ranks.

@@ -124,6 +124,8 @@ class EmbeddingLayer(Layer):
         return tensor.mT[None]
 
 
+Reasons = dict[Tensor | None, str]  # why parameters have no layer
+
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
     torch.jit.ScriptModule: "TorchScript runs its calls, and Python sees none of them",
@@ -134,7 +136,7 @@ _OPAQUE: dict[type[nn.Module], str] = {
     nn.utils.parametrize.ParametrizationList: "it is the original of a parametrized weight",
 }
 NORMS = nn.LayerNorm, nn.RMSNorm  # norms whose weights may have the shape of a matrix
-# The reason for parameters that only scale or shift entries.
+# The reason for what only scales or shifts entries; a warning of poor coverage leaves these out.
 SCALES = "scales or shifts entries: the base optimizer steps it"
 
 
@@ -155,11 +157,15 @@ class MatrixLayer(SequenceRows):
         return tensor if tensor.dim() == 3 else tensor[None]
 
 
-def declared(name: str, module: nn.Module) -> tuple[list[Layer], dict[Tensor, str]]:
+# Kinds that may share a weight. A subclass may read other rows: its type is not among them.
+MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer
+
+
+def declared(name: str, module: nn.Module) -> tuple[list[Layer], Reasons]:
     """Return the layers of a module that no kind knows, and why other parameters have none."""
     title = type(module).__name__
     layers: list[Layer] = []
-    reasons: dict[Tensor, str] = {}
+    reasons: Reasons = {}
     opaque = [why for cls, why in _OPAQUE.items() if isinstance(module, cls)]
     for own_name, p in module._parameters.items():
         if p is None:

@@ -70,6 +70,7 @@ class WatchMode(TorchFunctionMode):
     @torch.compiler.disable  # a compiled model runs as it is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Torch checks the arguments first, so that those who watch may bind them by name.
         out, watch = func(*args, **kwargs), WATCHED.get(func)
         return out if watch is None else watch(self, out, *args, **kwargs)
 
@@ -129,17 +130,13 @@ class WatchMode(TorchFunctionMode):
     # ---- uses ----
 
     def product(
-        self,
-        operand: Operand,
-        out: Tensor,
-        x: Tensor,
-        kind: Any,
-        input_dim: int,
-        biased: bool = False,
-    ) -> Tensor:
+        self, operand: Operand, out: Any, x: Any, kind: Any, input_dim: int, biased: bool = False
+    ) -> Any:
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
         layer, place = operand.layer, place_of(operand.view, operand.whole)
         stored = layer.input_dim
+        # A product of two matrices of parameters is another weight; a stack of learned queries, of
+        # three dimensions, has rows.
         if place is None or stored is None or (x.dim() <= 2 and self.is_parameter(x)):
             return out
         used = 1 - input_dim if place.transposed else input_dim
@@ -240,6 +237,8 @@ def _linear(
     layer, covers_bias = operand.layer, operand.layer.covers[1]
     added = mode.find(bias) if covers_bias else None
     biased = added is not None and added.layer is layer
+    # The layer's own rows stand for a call with all of it alone. A call that lacks the bias, or has
+    # a part of the weight, would count for rows that it did not see: it is a use of its own.
     whole = operand.view is operand.whole and (added is None or added.view is added.whole)
     plain = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
     if whole and plain and biased == covers_bias:
@@ -348,7 +347,8 @@ def _cast(mode: WatchMode, out: Any, tensor: Any, *args: Any, **kwargs: Any) -> 
     operand = mode.find(tensor)
     is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not tensor
     if operand is not None and is_copy and operand.view is operand.whole:
-        # The gradient of the copy is the parameter's.
+        # The gradient of the copy is the parameter's. A copy of a part must not stand in for it:
+        # places are told by offsets, and those of a copy begin anew.
         operand.scope.known[id(out)] = out, operand.layer
         mode.note(operand)
     return out
@@ -375,6 +375,7 @@ def _conv(
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
+# By the functions that a mode is told: a method of tensors is another one than torch's function.
 WATCHED: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.einsum: _einsum,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import kind_of
-from kaisa_optim.layers.base import PassSettings, check_sizes
+from kaisa_optim.layers.base import PassSettings, take_sizes
 from kaisa_optim.linalg import moments
 from tests.support.watch import Body
 
@@ -100,7 +100,7 @@ def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wi
     kind, _ = kind_of(module)
     assert kind is not None
     (layer,) = kind.layers_of("it", module)
-    check_sizes(layer)
+    take_sizes(layer)
     layer.wide = wide
     layer.trained = (True, layer.bias is not None)
     layer.cover(layer.covers_now())
