@@ -100,10 +100,9 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "__init__", "arguments", "family", "optimizer", "lamb",
-        "coverage", "registry",
+        "__init__", "arguments", "family", "optimizer", "lamb", "model",
     ),
-    "Options": ("options", "registry", "errors"),
+    "Options": ("options", "errors"),
     "Steps": (
         "reports", "preconditioner", "exchange", "compiled",
         "bases", "capture/hooks", "capture/passes",

@@ -19,12 +19,12 @@ from torch import Tensor
 from . import agree
 from .arguments import GROUP_KEYS
 from .comm.ranks import GatherItem
-from .coverage import unwrapped
 from .curvature.group import specs_of, stack_key
 from .curvature.lengths import SQUARE_SUM
 from .curvature.rules import RULES
 from .errors import invalid_because, is_real
 from .layers import Layer
+from .model import unwrapped
 from .plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .preconditioner import Preconditioner
 
@@ -136,7 +136,7 @@ def consolidate(
     registry, items = kfac.registry, []
     sources: dict[Tensor, int] = {}
     for layer in registry.active:
-        sources |= dict.fromkeys(layer.parameters, registry.placements.owner(layer, "g"))
+        sources |= dict.fromkeys(layer.parameters, registry.owner(layer, "g"))
         if registry.states[layer.name].has_average:
             items += [item for _, item in _tensors(kfac, layer) if item.source != to]
     for p, tensor in momenta.items():
@@ -163,7 +163,7 @@ def _tensors(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, G
         parts.append((f"{side}_", side, owned | applied))
     of_gradient = specs_of(sizes.of_gradient, blocks, (g.size, a.size), stored, g.dtype)
     for prefix, side, specs in (*parts, ("", "g", of_gradient)):
-        source, home = kfac.registry.placements.owner(layer, side), layer.parameters[0]
+        source, home = kfac.registry.owner(layer, side), layer.parameters[0]
         for spec, (shape, dtype) in specs.items():
             name = f"{prefix}{spec.name}"
             title = f"{PREFIX}{layer.tag}{name}"
@@ -496,7 +496,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     """Return a whole state without K-FAC's part, and with the base's second moments."""
     kfac, base = optimizer.preconditioner, optimizer.base_part
     registry = kfac.registry
-    if registry.placements.sharded:
+    if registry.sharded:
         raise RuntimeError("base_state_dict() can't gather parameters that fully_shard has sharded")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {p: state["state"].get(i, {}) for i, p in enumerate(parameters)}

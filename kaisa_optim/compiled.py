@@ -21,11 +21,11 @@ from .curvature.group import Group, ParameterStack, alike, by_device, device_of,
 from .curvature.lengths import SHARD_SUMS, Share, are_alike
 from .curvature.rules import Rule
 from .layers import Layer
+from .model import Registry
 from .options import Group as ParamGroup
 from .options import Options
 from .plan.facts import ShardPlaces, Sizes
 from .plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
-from .registry import Placements, Registry
 from .stages import stage
 
 Entry = dict[str, Any]
@@ -155,27 +155,27 @@ class Groups:
     def allocate(self) -> None:
         """Make all groups anew; layers that have an average keep their values."""
         registry, ranks, options, known = self._registry, self._ranks, self._options, self.of
-        placements, active = registry.placements, registry.active
+        active = registry.active
         values = {x: dict(known[x].views(x)) for x in registry.with_average if x in known}
-        whole = [layer for layer in active if layer not in placements.sharded]
-        columns, facts, self._rounds = ranks.grid.columns, placements.facts, []
+        whole = [layer for layer in active if layer not in registry.sharded]
+        columns, facts, self._rounds = ranks.grid.columns, registry.facts, []
         lists = alike(whole) if columns == 1 else []
         for same in by_device(whole) if columns > 1 else ():
             row, limit = ranks.grid.receivers_of(ranks.rank), ranks.bucket_bytes
             rounds = gradient_rounds(same, facts.__getitem__, self.sizes, row, limit)
             self._rounds.append((same[0].parameters[0].device, rounds))
             lists += [x for (bucket,) in rounds for item in bucket.items for x in item.content]
-        sharded = [layer for layer in active if layer in placements.sharded]
+        sharded = [layer for layer in active if layer in registry.sharded]
         # Each rank has only a part of the bytes of a chunk.
         limit = ranks.bucket_bytes * ranks.world
         parts = chunks(sharded, lambda x: facts[x].gradient * facts[x].itemsize, limit)
         self._chunks = [*parts]
         for chunk in self._chunks:
-            owned = grouped(chunk, lambda x: placements.owner(x, "g")).values()
+            owned = grouped(chunk, lambda x: registry.owner(x, "g")).values()
             lists += [same for layers in owned for same in alike(layers)]
         self.all = []
         for layers in lists:
-            owner = placements.owner(layers[0], "g")
+            owner = registry.owner(layers[0], "g")
             group = Group(layers, applied=owner % columns == ranks.rank % columns)
             self.all.append(group)
             if group.applied:
@@ -183,7 +183,7 @@ class Groups:
                     self.sizes,
                     options.factor_dtype,
                     self._rule.dtype,
-                    lambda layer, side: placements.owner(layer, side) == ranks.rank,
+                    lambda layer, side: registry.owner(layer, side) == ranks.rank,
                     at_identity=options.kaisa_scaling,
                 )
         self.published.clear()
@@ -208,7 +208,7 @@ class Groups:
 
         The papers' rules take a parameter of several layers for ready when one of them is.
         """
-        chosen, sharded = set(layers), self._registry.placements.sharded
+        chosen, sharded = set(layers), self._registry.sharded
         raw: set[Tensor] = set()
         if self._rule.makes_directions:
             raw.update(p for x in self._registry.active if x not in chosen for p in x.parameters)
@@ -218,7 +218,7 @@ class Groups:
 
     def compile(self, groups: list[ParamGroup], base: Any, *, all_layers: bool = False) -> None:
         """Make the plan of the steps to come, for the layers that have a state."""
-        registry, ranks, sharded = self._registry, self._ranks, self._registry.placements.sharded
+        registry, ranks, sharded = self._registry, self._ranks, self._registry.sharded
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
         ready, mine = self._ready(layers)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
@@ -260,7 +260,7 @@ class Groups:
         begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
         if begun:
             plan.shards = Shards(
-                *(begun, registry.placements, ranks, terms, rows, self.of, share_of),
+                *(begun, registry, ranks, terms, rows, self.of, share_of),
                 measures=self._rule.makes_directions,
             )
             every += plan.shards.groups
@@ -372,7 +372,7 @@ class Shards:
     def __init__(
         self,
         chunks_of_layers: Sequence[Sequence[Layer]],
-        placements: Placements,
+        registry: Registry,
         ranks: Ranks,
         terms: int,
         rows: Rows_,
@@ -381,7 +381,7 @@ class Shards:
         *,
         measures: bool,
     ) -> None:
-        self._placements, self._ranks, self._terms = placements, ranks, terms
+        self._registry, self._ranks, self._terms = registry, ranks, terms
         self._rows, self._measures = rows, measures
         self._chunks: list[Chunk] = []
         self.groups: list[Group] = []
@@ -406,7 +406,7 @@ class Shards:
     def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
         """Sum this rank's parts over blocks."""
         for layer in self._layers if self._measures else ():
-            key, parts = stack_key(layer, "g"), self._placements.shards(layer)
+            key, parts = stack_key(layer, "g"), self._registry.shards(layer)
             sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)
             blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
             for p, of_block in self._spread(layer, parts, blocks):
@@ -447,7 +447,7 @@ class Shards:
         for stack in {id(stack): stack for stack, _ in chunk.whole.values()}.values():
             stack.ahead, stack.buffer = stack.empty(), stack.empty()
         for layer in chunk.layers:
-            owner, parts = self._placements.owner(layer, "g"), self._placements.shards(layer)
+            owner, parts = self._registry.owner(layer, "g"), self._registry.shards(layer)
             both = zip(layer.parameters, parts, strict=True)
             pairs = [(p, shards) for p, shards in both if p in self._rows]
             senders = [r for r in world if any(x.sends(r, owner) for _, x in pairs)]
@@ -480,8 +480,8 @@ class Shards:
             terms = chunk.share.terms.split(chunk.share.counts)
             self._terms_of.update(zip(chunk.share.layers, terms, strict=True))
         for layer in chunk.layers:
-            owner = self._placements.owner(layer, "g")
-            parts = zip(layer.parameters, self._placements.shards(layer), strict=True)
+            owner = self._registry.owner(layer, "g")
+            parts = zip(layer.parameters, self._registry.shards(layer), strict=True)
             for p, shards in [(p, shards) for p, shards in parts if p in self._rows]:
                 incoming[owner].append(self._rows[p][0].buffer[0])
                 for rank in world if owner == me else ():
@@ -509,7 +509,7 @@ class Shards:
             parts = scales.split([layer.blocks for layer in self._layers])
             for layer, part in zip(self._layers, parts, strict=True):
                 own = part.to(stack_key(layer, "g").device)
-                for p, scale in self._spread(layer, self._placements.shards(layer), own):
+                for p, scale in self._spread(layer, self._registry.shards(layer), own):
                     if p in self._rows:
                         self._rows[p][0].buffer[0].mul_(scale)
 

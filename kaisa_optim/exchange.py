@@ -19,7 +19,6 @@ from .capture.hooks import Capture
 from .comm import sharding
 from .comm.ranks import Ranks
 from .compiled import Groups
-from .coverage import unwrapped
 from .curvature import refresh
 from .curvature.averages import FactorSums
 from .curvature.group import Side, by_device, device_of
@@ -27,11 +26,11 @@ from .curvature.refresh import EMPTY, FAILED, REJECTED, Refresher
 from .curvature.rules import Rule
 from .layers import Layer
 from .linalg.moments import unpack
+from .model import Registry, unwrapped
 from .options import Options
 from .plan.facts import FactorFacts
 from .plan.routes import Bucket, state_rounds, sum_buckets
 from .plan.schedule import HEAD, StepPlan, StepReport
-from .registry import Registry
 from .stages import PREFIX
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
@@ -326,7 +325,7 @@ class Status:
             if plain and crossed and not layer.tied:  # it has sums of both directions from now on
                 layer.tied = is_new = True
         if is_new:
-            registry.placements.find_facts(registry.layers.values())
+            registry.find_facts()
         begun = total.captured and any([state.has_average for state in states.values()])
         for state, graded in zip(states.values(), total.gradients, strict=True):
             if graded and not state.has_average and (begun or total.unread):
@@ -406,7 +405,7 @@ class Exchange:
     ) -> Iterator[list[tuple[Layer, str, Tensor]]]:
         """Reduce sums to the factors' owners; yield those of this rank, some buckets at a time."""
         ranks, layer_of = self._ranks, self._registry.layers
-        facts = [self._registry.placements.facts[layer] for layer in layers]
+        facts = [self._registry.facts[layer] for layer in layers]
         wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
         buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
 
@@ -428,7 +427,7 @@ class Exchange:
     def share_state(self, layers: Sequence[Layer]) -> None:
         """Bring the owners' new state of these layers to all gradient workers."""
         ranks, rule, layer_of = self._ranks, self._rule, self._registry.layers
-        facts = self._registry.placements.facts
+        facts = self._registry.facts
         for same in by_device(layers) if ranks.grid.workers > 1 else ():
             renewed = [factor for layer in same for factor in facts[layer].factors]
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)

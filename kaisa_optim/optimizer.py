@@ -270,9 +270,9 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        placements, (ready, mine) = kfac.registry.placements, kfac.groups.stepped()
+        registry, (ready, mine) = kfac.registry, kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
-        sharded = {p for layer in placements.sharded for p in layer.parameters}
+        sharded = {p for layer in registry.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
         return self.base_part.momenta(begun, mine)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from . import agree, coverage, reports
+from . import agree, reports
 from .capture.hooks import Capture
 from .comm.ranks import Ranks
 from .compiled import CompiledPlan, Groups, products
@@ -25,10 +25,10 @@ from .curvature.rules import Rule
 from .exchange import Exchange, Status, with_gradient
 from .layers import Layer
 from .linalg.products import full_precision
+from .model import Registry, unwrapped
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
 from .options import Group as ParamGroup
 from .plan.schedule import GIVEN_UP, PATIENCE, Schedule, StepPlan, StepReport
-from .registry import Registry
 from .reports import Answers
 from .stages import PREFIX, stage
 
@@ -160,7 +160,7 @@ class Preconditioner(Answers):
         own["work"] = StepPlan(self.steps) if works else _NO_WORK
         facts = base.facts(self.groups.plan)
         if gathers or facts != self.groups.facts:
-            registry.homes.check(groups, registry.on_meta)
+            registry.check_parameters(groups)
         if comparison is not None:
             comparison.note_gradients(self.steps)
         # Make room for layers that were moved, frozen or unfrozen since the last step. Ranks
@@ -391,7 +391,7 @@ class Preconditioner(Answers):
         again = {layer for layer, state in zip(layers, states, strict=True) if state.failures}
         rule, group_of, damping_of = self.rule, self.groups.of, self.damping_of
         reduce = None  # each owner has both means
-        if self.registry.placements.splits_owners:
+        if self.registry.splits_owners:
             reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
         shifts = rule.shifts(group_of, layers, damping_of, reduce)
         try:
@@ -428,7 +428,7 @@ class Preconditioner(Answers):
             if layer.parameters and (is_missing or 0 < state.missed < GIVEN_UP):
                 registry.late.append(layer)
         if unseen:
-            self.capture.look_around(coverage.unwrapped(registry.model), unseen)
+            self.capture.look_around(unwrapped(registry.model), unseen)
         self._choose()
 
     def _choose(self) -> None:
@@ -475,7 +475,7 @@ class Preconditioner(Answers):
         registry, identity = self.registry, self._identity
         registry.match_groups(groups)
         error: Exception | None = None
-        covered = coverage.Coverage()
+        covered: dict[str, Layer] = {}
         try:
             covered = registry.cover(groups, first=not self._is_built)
         except ValueError as problem:
@@ -498,7 +498,7 @@ class Preconditioner(Answers):
         if former is not None:
             former.detach()
         new = Capture(
-            coverage.unwrapped(registry.model),
+            unwrapped(registry.model),
             list(registry.layers.values()),
             self.sums,
             reduce=self.options.weight_sharing == "reduce",
@@ -517,11 +517,11 @@ class Preconditioner(Answers):
     def allocate(self) -> None:
         """Lay out all tensors anew; layers that have an average keep their values."""
         options, registry = self.options, self.registry
-        registry.placements.find_facts(registry.layers.values())
+        registry.find_facts()
         self.groups.allocate()
         self.exchange.refresher.notes.clear()  # those on their way are of other tensors
         self.groups.facts = None
-        facts = [*registry.placements.facts.values()]
+        facts = [*registry.facts.values()]
         self.schedule = Schedule(facts, options.staggered, options.early)
         # All entries of the optimizer's state share one count; a new one says that they are to have
         # views of the new stacks.

@@ -19,15 +19,14 @@ from .capture.hooks import Capture
 from .capture.witness import Witness
 from .comm.ranks import Ranks
 from .compiled import Groups
-from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
 from .curvature.averages import FactorSums
 from .curvature.rules import Rule
 from .errors import invalid_because, is_real
 from .layers import SCALES, Layer
+from .model import BY_OPTION, CoverageReport, Left, Registry, task_of, unwrapped
 from .options import OPTIONS, Hyperparameters, Options
 from .plan.assignment import Grid, Placement
 from .plan.schedule import PATIENCE, LayerState, Schedule
-from .registry import Registry, task_of
 
 _LISTED, _NAMED = 10, 5  # parameters and layers of a warning
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
@@ -39,9 +38,9 @@ class Assigned(dict[str, Placement]):
     """The owners of each layer's factors; its ``repr`` is a table."""
 
     def __init__(self, registry: Registry, grid: Grid) -> None:
-        self.strategy, self.grid = registry.placements.strategy, grid
+        self.strategy, self.grid = registry.strategy, grid
         self.tasks = tuple(task_of(layer) for layer in registry.layers.values())
-        super().__init__({task.name: registry.placements.of[task.name] for task in self.tasks})
+        super().__init__({task.name: registry.placements[task.name] for task in self.tasks})
 
     def __repr__(self) -> str:
         rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
@@ -130,7 +129,7 @@ class Answers:
     @property
     def account(self) -> Account:
         """The bytes that every rank keeps and receives, as shapes and placements tell."""
-        facts, ranks = [*self.registry.placements.facts.values()], self.ranks
+        facts, ranks = [*self.registry.facts.values()], self.ranks
         return Account(facts, ranks.grid, self.groups.sizes, ranks.bucket_bytes)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -150,7 +149,7 @@ class Answers:
             raise KeyError(f"layer {name!r} has no statistics yet")
         group = self.groups.of[layer]
         a, g = (group.g, group.a) if layer.turned else (group.a, group.g)
-        placement = registry.placements.of[name]
+        placement = registry.placements[name]
         owners = [*reversed(placement)] if layer.turned else [*placement]
         away = [
             f"{label} is on rank {owner}"
@@ -405,11 +404,11 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def described(found: Coverage) -> dict[str, Any]:
+def described(layers: Mapping[str, Layer]) -> dict[str, Any]:
     """Return texts of a model's layers, for ranks to compare."""
     return {
         f"layer {x.name!r}": f"{x!r}, {x.covers}, {x.parameters[0].dtype}"
         if x.parameters
         else repr(x)
-        for x in found.layers.values()
+        for x in layers.values()
     }

@@ -199,7 +199,7 @@ class Capture:
         self._waiting = waiting_gradients(model) if self.sharded else {}
         # Layers whose uses are looked for in the passes of the next step that gathers, whether a
         # pass since the last reset was searched, and the modules in which uses were found.
-        self.sought = {layer for layer in layers if not layer.intercepts()}
+        self.sought = {layer for layer in layers if layer.interceptor is None}
         self._searched = False
         self._noted: dict[tuple[Layer, nn.Module], None] = {}
         self._watched: dict[nn.Module, list[Layer]] = {}  # layers whose uses each module may hold
@@ -224,7 +224,7 @@ class Capture:
             if not layer.watched_in:
                 self._by_module.setdefault(layer.module, []).append(layer)
         for module, layers in self._by_module.items():
-            if layers[0].interceptor(layers, self._tap) is not None:
+            if layers[0].interceptor is not None:
                 self._run_around(module, self._enter)
                 continue
             hook = _Hook(self._output, layers[0])
@@ -410,7 +410,7 @@ class Capture:
         """
         paths = {module: name for name, module in model.named_modules()} if layers else {}
         for layer in layers:
-            path = "" if layer.intercepts() else paths.get(layer.module, "")
+            path = "" if layer.interceptor else paths.get(layer.module, "")
             while path:
                 path = path.rpartition(".")[0]
                 self._watch_at(layer, model.get_submodule(path))

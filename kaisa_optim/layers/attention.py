@@ -6,6 +6,7 @@ value sizes it is three layers. The out-projection is a layer of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -14,25 +15,71 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .base import Layer, Tap, register_layer
+from .base import Layer, register_layer
+
+
+class _AttentionMode(TorchFunctionMode):
+    """Runs torch's own attention with its calls of ``linear`` tapped.
+
+    Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
+    for other threads or other modules.
+    """
+
+    def __init__(self, layers: list[Layer], tap: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layers, self.tap = layers, tap
+
+    @torch.compiler.disable  # a compiled model runs its attention as it is
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.multi_head_attention_forward:
+            return func(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        batch = query.shape[1] if query.dim() == 3 else 1
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            out = F.linear(x, weight, bias)
+            for layer in self.layers:
+                whole = layer.weight
+                if whole is not None and (weight is whole or weight._base is whole):
+                    # The offset tells the block: chunks of one weight have it as their base.
+                    first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
+                    start = int(first) // layer.outputs
+                    blocks = slice(start, start + weight.shape[0] // layer.outputs)
+                    if out.dim() == 3:
+                        return self.tap(layer, out, x, blocks)
+                    # The out-projection's rows come flattened: positions, then batch.
+                    sizes = out.shape[0] // max(1, batch), batch
+                    rows = out.unflatten(0, sizes), x.unflatten(0, sizes)
+                    return self.tap(layer, *rows, blocks).flatten(0, 1)
+            return out
+
+        names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
+        names["linear"] = linear
+        names["has_torch_function"] = lambda tensors: False  # this call is dispatched already
+        for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
+            function = names[name]
+            names[name] = FunctionType(
+                function.__code__, names, name, function.__defaults__, function.__closure__
+            )
+        try:
+            return names["multi_head_attention_forward"](*args, **kwargs)
+        finally:
+            names.clear()  # functions and their globals are a circle, which would outlive the model
 
 
 @register_layer(nn.MultiheadAttention)
 class ProjectionLayer(Layer):
     """One projection of an attention module; it sees ``[positions, batch, features]``."""
 
-    cast_by_autocast = True
-    unseen_output = True
-    reads_dense_only = True
+    cast_by_autocast = unseen_output = reads_dense_only = sectioned = True
+    interceptor = _AttentionMode
 
     def __init__(
         self, name: str, module: nn.Module, weight: Any, bias: Any, blocks: int, at: int
     ) -> None:
         super().__init__(name, module)
-        self.weight, self.bias = weight, bias
-        self.blocks = blocks
-        self.outputs = weight.shape[0] // blocks
-        self.in_shape = (weight.shape[1],)
+        self.weight, self.bias, self.blocks = weight, bias, blocks
         self.at = at  # the first of its rows in a bias shared with other projections
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
@@ -52,7 +99,7 @@ class ProjectionLayer(Layer):
     def layers_of(cls, name: str, module: nn.Module) -> list[Layer]:
         assert isinstance(module, nn.MultiheadAttention)
         prefix = f"{name}." if name else ""
-        bias = module.in_proj_bias
+        bias, out = module.in_proj_bias, module.out_proj
         layers: list[Layer] = []
         if module.in_proj_weight is not None:
             layers.append(cls(f"{prefix}in_proj", module, module.in_proj_weight, bias, 3, 0))
@@ -60,63 +107,8 @@ class ProjectionLayer(Layer):
             weight, at = getattr(module, f"{letter}_proj_weight"), i * module.embed_dim
             layers.append(cls(f"{prefix}{letter}_proj", module, weight, bias, 1, at))
             layers[-1].tag = f"{letter}_"
-        out = module.out_proj
-        layers.append(cls(f"{prefix}out_proj", module, out.weight, out.bias, 1, 0))
-        return layers
+        return [*layers, cls(f"{prefix}out_proj", module, out.weight, out.bias, 1, 0)]
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         return "a parametrized projection" if hasattr(module, "parametrizations") else None
-
-    @classmethod
-    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode:
-        return _AttentionMode(layers, tap)
-
-
-class _AttentionMode(TorchFunctionMode):
-    """Runs torch's own attention with its calls of ``linear`` tapped.
-
-    Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
-    for other threads or other modules.
-    """
-
-    def __init__(self, layers: list[Layer], tap: Tap) -> None:
-        super().__init__()
-        self.layers, self.tap = layers, tap
-
-    @torch.compiler.disable  # a compiled model runs its attention as it is
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.multi_head_attention_forward:
-            return func(*args, **kwargs)
-        query = args[0] if args else kwargs["query"]
-        batch = query.shape[1] if query.dim() == 3 else 1
-        names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)
-
-        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            out = F.linear(x, weight, bias)
-            for layer in self.layers:
-                whole = layer.weight
-                if whole is not None and (weight is whole or weight._base is whole):
-                    first = (weight.storage_offset() - whole.storage_offset()) // whole.stride(0)
-                    start = int(first) // layer.outputs
-                    blocks = slice(start, start + weight.shape[0] // layer.outputs)
-                    if out.dim() == 3:
-                        return self.tap(layer, out, x, blocks)
-                    # The out-projection's rows come flattened: positions, then batch.
-                    apart = out.shape[0] // max(1, batch), batch
-                    rows = out.unflatten(0, apart), x.unflatten(0, apart)
-                    return self.tap(layer, *rows, blocks).flatten(0, 1)
-            return out
-
-        names["linear"] = linear
-        names["has_torch_function"] = lambda tensors: False  # this call is dispatched already
-        for name in ("_in_projection_packed", "_in_projection", "multi_head_attention_forward"):
-            function = names[name]
-            names[name] = FunctionType(
-                function.__code__, names, name, function.__defaults__, function.__closure__
-            )
-        try:
-            return names["multi_head_attention_forward"](*args, **kwargs)
-        finally:
-            names.clear()  # functions and their globals are a circle, which would outlive the model

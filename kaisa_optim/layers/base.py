@@ -6,15 +6,13 @@ pair: a plain layer has one, a grouped convolution one for each group.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import invalid, invalid_because
@@ -22,12 +20,10 @@ from ..linalg.moments import second_moment
 
 
 class Part(NamedTuple):
-    """Every ``stride``-th example, which a layer's input and output gradient share.
+    """Every ``stride``-th example, which a layer's input and output gradient share."""
 
-    A strided slice is a view, follows from a count that all ranks know, and draws no random
-    numbers.
-    """
-
+    # Ranks count alike, and a strided slice is a view. A drawn subset would copy the rows, and take
+    # numbers from the user's generator.
     dim: int = 0  # of the examples
     start: int = 0
     stride: int = 1
@@ -36,6 +32,7 @@ class Part(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a view of a whole tensor; a tensor that is this part already stays as it is."""
+        # A tap may have kept the part alone: without the second test it would be cut once more.
         if self.stride == 1 or tensor.shape[self.dim] == self.taken:
             return tensor
         return tensor[(slice(None),) * self.dim + (slice(self.start, None, self.stride),)]
@@ -79,8 +76,6 @@ class PassSettings(NamedTuple):
     part: Part = WHOLE  # the part of the pass that is read
 
 
-Tap = Callable[["Layer", Tensor, Tensor, slice], Tensor]
-
 # What a layer's hook does in the passes up to the next step: nothing; note the passes that come to
 # the layer; add their moments to the sums; and compare their rows with the gradient, too.
 LEAVE, COUNT, GATHER, COMPARE = range(4)
@@ -93,7 +88,8 @@ class Layer:
     ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
     :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
     ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
-    for kinds that store their parameters differently or know a shorter way to a moment.
+    for kinds that store their parameters differently or know a shorter way to a moment. Sizes that
+    a kind does not set are those of its :meth:`weight_view`.
 
     The factors' sizes follow ``covers``: a frozen bias appends no 1; a frozen weight leaves only
     the 1 in A.
@@ -108,11 +104,17 @@ class Layer:
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
     watchable = False  # calls with its weight tell all that its statistics need
     input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
+    sectioned = False  # a call may see some blocks alone
+    # A function mode to run the module's forward under, if the output alone tells too little. It is
+    # built of the module's layers and of ``tap``. For every call that belongs to a layer it calls
+    # ``tap(layer, output, input, blocks)``, and goes on with the tensor that ``tap`` returns.
+    interceptor: Any = None
 
     name: str
     module: nn.Module
     covers: tuple[bool, bool]  # weight and bias: trained, not frozen when statistics were taken
     parameters: tuple[nn.Parameter, ...]  # the covered ones, weight first
+    trainable: list[nn.Parameter | None]  # those in the optimizer's groups, frozen or not
     names = "weight", "bias"  # as the module calls its parameters
     number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
@@ -122,15 +124,15 @@ class Layer:
     # Modules in which calls with this layer's parameters are watched; empty: the output of its own
     # module tells all.
     watched_in: tuple[nn.Module, ...] = ()
-    sectioned = False  # a call may see some blocks alone
-    biased = True  # the call adds the bias
-    _primary: Layer | None = None  # of a use: the layer whose weight it uses
-    crossed = False  # a call's A enters the primary's G, and the call's G the primary's A
-    bias_apart = False  # the bias is added by a call of its own
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
     tied = False  # the weight has uses in both directions, plain and crossed ones
     turned = False  # the weight has crossed uses alone: G's side holds the inputs
-    task = LEAVE  # the one field that a hook reads; capture writes it once a step
+    bias_apart = False  # the bias is added by a call of its own
+    biased = True  # the call adds the bias
+    crossed = False  # a call's A enters the primary's G, and the call's G the primary's A
+    _primary: Layer | None = None  # of a use: the layer whose weight it uses
+    # The one field that a hook reads in a pass that does not gather; capture writes it once a step.
+    task = LEAVE
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, module
@@ -145,11 +147,11 @@ class Layer:
 
     def cover(self, covers: tuple[bool, bool]) -> None:
         """Cover weight and bias, or one of them."""
+        # Stacks and checkpoints go by the parameters' order, weight first: nothing else sets them.
         self.covers = covers
         pair = self.weight, self.bias
         marked = zip(pair, covers, strict=True)
         self.parameters = tuple([p for p, covered in marked if covered and p is not None])
-        # The parameters in the optimizer's groups.
         self.trainable = [p for p, trained in zip(pair, self.trained, strict=True) if trained]
 
     @property
@@ -164,6 +166,7 @@ class Layer:
 
     def covers_now(self) -> tuple[bool, bool]:
         """Return whether a backward pass now would give weight and bias a gradient to train by."""
+        # Flags alone: whether a gradient came is asked of each backward pass, and ranks differ.
         weight, bias = self.weight, self.bias
         return (
             self.trained[0] and weight is not None and weight.requires_grad,
@@ -185,9 +188,9 @@ class Layer:
         raise NotImplementedError
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        """Return Σ g aᵀ ``[blocks, outputs, inputs]`` of one call; ``None`` where rows do not tell.
+        """Return one call's part of the weight's gradient, Σ g aᵀ ``[blocks, outputs, inputs]``.
 
-        It is the call's part of the weight's gradient.
+        Return ``None`` where rows do not tell.
         """
         try:
             a, g = self.input_rows(x, grad), self.output_rows(x, grad)
@@ -213,16 +216,18 @@ class Layer:
         if sample is None or sample[0] == 1 or dim is None or output.shape[dim] < 2:
             return WHOLE
         (fraction, turn), count = sample, output.shape[dim]
-        if fraction is not None:
-            stride = max(2, round(min(1 / fraction, 1e9)))
-        else:
+        fits = x.shape[dim : dim + 1] == (count,)
+        if fraction is None:
             rows = output.numel() // max(1, self.outputs * self.blocks)
             sides = [n for n, is_diagonal in map(self.size_of, "ag") if not is_diagonal]
             enough = max(_ROWS, _ROWS_OF_COLUMN * max(sides, default=0))
             stride = min(count // _EXAMPLES, rows // enough)
-            if stride < 2 or x.shape[dim : dim + 1] != (count,):
+            # Nobody asked for a part: a kind whose dimensions differ is read whole, without a word.
+            if stride < 2 or not fits:
                 return WHOLE
-        if x.shape[dim : dim + 1] != (count,):
+        elif fits:
+            stride = max(2, round(min(1 / fraction, 1e9)))
+        else:
             must = (
                 f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
                 f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
@@ -247,15 +252,18 @@ class Layer:
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
         moment_g = second_moment(g, dtype, diagonal=self.size_of("g", covers)[1])
         moment_g = part.weighted(moment_g)
+        # Count the rows of the whole pass, as the weighted moments do: averages of parts and of
+        # whole passes would not mix otherwise.
         batch = batch * part.whole // part.taken
         rows = batch if reduce else batch * positions
         size, diagonal = self.size_of("a", covers)
         if not covers[0] or x is None or inputs is None:
+            # A has the bias's 1 alone, whose square is summed over the rows.
             shape = (g.shape[0], size) if diagonal else (g.shape[0], 1, 1)
             return Moments(moment_g.new_full(shape, rows), moment_g, rows, positions, how.blocks)
         asked = {"reduce": reduce, "diagonal": diagonal, "append_one": covers[1]}
-        # Layers with one input, as query and key, make its moment once. Input or moment may have
-        # been written into since.
+        # Layers with one input, as query and key, make its moment once. Each takes a clone, since
+        # sums are added to in place; and a write into the input or the moment raises its version.
         key = self.input_rows_key()
         said = key, part, *asked.values(), dtype, x._version
         known, version, moment_a = self.shared.get(x, (None, None, None))
@@ -304,24 +312,10 @@ class Layer:
     def unsupported(cls, module: nn.Module) -> str | None:
         """Return why this module can't be covered, or ``None``."""
 
-    @classmethod
-    def interceptor(cls, layers: list[Layer], tap: Tap) -> TorchFunctionMode | None:
-        """Return a mode to run the module's forward under, if the output alone tells too little.
-
-        The mode calls ``tap(layer, output, input, blocks)`` for every call that belongs to one of
-        these ``layers``, and goes on with the tensor that ``tap`` returns.
-        """
-
     @property
     def sections(self) -> int:
         """The number of equal parts of the blocks that a call may see alone; most kinds have 1."""
-        return self.blocks if self.sectioned or self.intercepts() else 1
-
-    @classmethod
-    @functools.cache
-    def intercepts(cls) -> bool:
-        """Return whether this kind looks into its module's forward."""
-        return _overrides(cls, "interceptor")
+        return self.blocks if self.sectioned else 1
 
     @property
     def primary(self) -> Layer:
@@ -350,7 +344,7 @@ class Layer:
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a weight-shaped tensor as ``[blocks, outputs, *in_shape]``."""
-        return tensor.unflatten(0, (self.blocks, self.outputs))
+        return tensor.unflatten(0, (self.blocks, -1))
 
     def bias_view(self, tensor: Tensor) -> Tensor:
         """Return a view of a bias-shaped tensor as ``[blocks, outputs]``."""
@@ -408,29 +402,30 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     return register
 
 
-def check_sizes(layer: Layer) -> None:
-    """Refuse a layer whose kind has not said, or has said wrongly, how large it is."""
-    kind = type(layer)
-    title = f"{kind.__name__} of {layer.name!r}"
-    for name in ("in_shape", "outputs"):
-        if not hasattr(layer, name):
-            raise invalid_because(title, f"it has no {name}; set it in __init__")
-    if layer.weight is not None and not _overrides(kind, "weight_view"):
-        wanted = (layer.blocks * layer.outputs, *layer.in_shape)
-        if tuple(layer.weight.shape) != wanted:
-            why = (
-                f"outputs and in_shape say {wanted}, the weight is {tuple(layer.weight.shape)}; "
-                "set those that it has, or override weight_view"
-            )
-            raise invalid_because(title, why)
+def take_sizes(layer: Layer) -> None:
+    """Take sizes that a layer's kind leaves to its weight; refuse others than the weight's."""
+    assert layer.weight is not None
+    shape, kind = tuple(layer.weight.shape), type(layer)
+    # On the meta device: a view of a weight that ranks share would ask the other ranks.
+    _, outputs, *in_shape = layer.weight_view(torch.empty(shape, device="meta")).shape
+    layer.outputs = getattr(layer, "outputs", outputs)
+    layer.in_shape = getattr(layer, "in_shape", tuple(in_shape))
+    wanted = (layer.blocks * layer.outputs, *layer.in_shape)
+    if shape != wanted and not _overrides(kind, "weight_view"):
+        why = (
+            f"outputs and in_shape say {wanted}, the weight is {shape}; "
+            "set those that it has, or override weight_view"
+        )
+        raise invalid_because(f"{kind.__name__} of {layer.name!r}", why)
 
 
-def kind_of(module: nn.Module, *, overridden: bool = False) -> type[Layer] | None:
-    """Return a module's registered kind, or ``None``; no kind covers an ``overridden`` forward."""
+def kind_of(module: nn.Module) -> tuple[type[Layer] | None, bool]:
+    """Return a module's registered kind, or ``None``, and whether it overrides that forward."""
     for cls in type(module).__mro__:
         kind = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__name__}")
-        if kind is not None:  # weight standardization overrides _conv_forward
-            names = [] if "forward" in vars(module) else ["forward", "_conv_forward"]
-            same = [getattr(type(module), x, None) is getattr(cls, x, None) for x in names]
-            return kind if overridden or (same and all(same)) else None
-    return None
+        if kind is not None:
+            # Weight standardization overrides _conv_forward, which has the weight computed.
+            names = "forward", "_conv_forward"
+            same = all([getattr(type(module), x, None) is getattr(cls, x, None) for x in names])
+            return kind, not same or "forward" in vars(module)
+    return None, False

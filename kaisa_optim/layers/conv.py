@@ -26,17 +26,12 @@ _ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 class _Spatial(Layer):
     """A plain or transposed convolution: each output position has a row, a patch of the input."""
 
-    divided_by_positions = True
-    cast_by_autocast = True
-    reads_dense_only = True
+    divided_by_positions = cast_by_autocast = reads_dense_only = True
     module: _Conv | _ConvTranspose
 
     def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
         super().__init__(name, module)
-        self.dims = len(module.kernel_size)
-        self.blocks = module.groups
-        self.outputs = module.out_channels // module.groups
-        self.in_shape = (module.in_channels // module.groups, *module.kernel_size)
+        self.dims, self.blocks = len(module.kernel_size), module.groups
 
     def unbatched(self, x: Tensor) -> bool:
         return x.dim() == self.dims + 1
@@ -233,4 +228,4 @@ class ConvTransposeLayer(_Spatial):
         return sums.flip(*range(3, 3 + self.dims)).flatten(2)
 
     def weight_view(self, tensor: Tensor) -> Tensor:
-        return tensor.unflatten(0, (self.blocks, self.in_shape[0])).transpose(1, 2)
+        return tensor.unflatten(0, (self.blocks, -1)).transpose(1, 2)

@@ -23,8 +23,7 @@ from .base import _KINDS, Layer, Moments, PassSettings, register_layer
 class SequenceRows(Layer):
     """Rows of a product with a matrix: the last dimension holds the features."""
 
-    cast_by_autocast = True
-    unseen_output = True
+    cast_by_autocast = unseen_output = reads_dense_only = True
 
     def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
         return SequenceRows.output_rows(self, None, x)
@@ -40,15 +39,8 @@ class SequenceRows(Layer):
 
 @register_layer(nn.Linear)
 class LinearLayer(SequenceRows):
-    in_papers = True
-    watchable = True
+    in_papers = watchable = True
     input_dim = 1
-    reads_dense_only = True
-
-    def __init__(self, name: str, module: nn.Linear) -> None:
-        super().__init__(name, module)
-        self.in_shape = (module.in_features,)
-        self.outputs = module.out_features
 
     def input_rows_key(self) -> Hashable:
         same = type(self).input_rows is LinearLayer.input_rows
@@ -61,12 +53,6 @@ class Conv1DLayer(LinearLayer):
     in_papers = False
     input_dim = 0
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        Layer.__init__(self, name, module)
-        assert self.weight is not None
-        inputs, self.outputs = self.weight.shape
-        self.in_shape = (inputs,)
-
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor.mT[None]
 
@@ -78,15 +64,11 @@ _KINDS["transformers.pytorch_utils.Conv1D"] = Conv1DLayer
 class EmbeddingLayer(Layer):
     """A table: rows are one-hot, so A is the diagonal of token frequencies."""
 
-    diagonal_input = True
-    watchable = True
+    diagonal_input = watchable = reads_dense_only = True
     input_dim = 0
-    reads_dense_only = True
 
     def __init__(self, name: str, module: nn.Embedding) -> None:
         super().__init__(name, module)
-        self.in_shape = (module.num_embeddings,)
-        self.outputs = module.embedding_dim
         self.padding = module.padding_idx
 
     @classmethod
@@ -99,7 +81,7 @@ class EmbeddingLayer(Layer):
         return None
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """Return the tokens as ``[batch, positions]``."""
+        # As [batch, positions].
         return x.reshape(1, 1) if x.dim() == 0 else x.reshape(x.shape[0], x.shape[1:].numel())
 
     def example_dim(self, output: Tensor) -> int | None:
@@ -142,6 +124,8 @@ class EmbeddingLayer(Layer):
         return tensor.mT[None]
 
 
+Reasons = dict[Tensor | None, str]  # why parameters have no layer
+
 # Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
 _OPAQUE: dict[type[nn.Module], str] = {
     torch.jit.ScriptModule: "TorchScript runs its calls, and Python sees none of them",
@@ -151,24 +135,15 @@ _OPAQUE: dict[type[nn.Module], str] = {
     nn.EmbeddingBag: "sums of rows do not show the gradient of each",
     nn.utils.parametrize.ParametrizationList: "it is the original of a parametrized weight",
 }
-
-# Norms whose weights may have the shape of a matrix.
-NORMS = nn.LayerNorm, nn.RMSNorm
-
-# The reason for parameters that only scale or shift entries.
+NORMS = nn.LayerNorm, nn.RMSNorm  # norms whose weights may have the shape of a matrix
+# The reason for what only scales or shifts entries; a warning of poor coverage leaves these out.
 SCALES = "scales or shifts entries: the base optimizer steps it"
 
 
 class MatrixLayer(SequenceRows):
-    """A matrix, or a stack of them such as experts', that multiplies rows.
+    """A matrix, or a stack of them such as experts', that multiplies rows."""
 
-    Its use is watched in the forward of the modules that hold it.
-    """
-
-    reads_dense_only = True
-    watchable = True
-    by_use = True
-    sectioned = True
+    watchable = sectioned = True
     input_dim = 1
 
     def __init__(self, path: str, module: nn.Module, name: str) -> None:
@@ -176,30 +151,33 @@ class MatrixLayer(SequenceRows):
         weight = module._parameters[name]
         assert weight is not None
         self.weight, self.bias, self.names = weight, None, (name, "")
-        self.watched_in = (module,)
         self.blocks = weight.shape[0] if weight.dim() == 3 else 1
-        self.in_shape, self.outputs = (weight.shape[-1],), weight.shape[-2]
 
     def weight_view(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.dim() == 3 else tensor[None]
 
 
-def declared(name: str, module: nn.Module) -> tuple[list[Layer], dict[Tensor, str]]:
+# Kinds that may share a weight. A subclass may read other rows: its type is not among them.
+MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer
+
+
+def declared(name: str, module: nn.Module) -> tuple[list[Layer], Reasons]:
     """Return the layers of a module that no kind knows, and why other parameters have none."""
     title = type(module).__name__
-    own = {n: p for n, p in module._parameters.items() if p is not None}
-    for cls, why in _OPAQUE.items():
-        if isinstance(module, cls):
-            reason = f"no layer kind is registered for {title}: {why}"
-            return [], dict.fromkeys(own.values(), reason)
     layers: list[Layer] = []
-    reasons: dict[Tensor, str] = {}
-    for own_name, p in own.items():
-        if not p.is_floating_point():
+    reasons: Reasons = {}
+    opaque = [why for cls, why in _OPAQUE.items() if isinstance(module, cls)]
+    for own_name, p in module._parameters.items():
+        if p is None:
+            continue
+        if opaque:
+            reasons[p] = f"no layer kind is registered for {title}: {opaque[0]}"
+        elif not p.is_floating_point():
             reasons[p] = f"{title}: not real-valued"
         elif p.numel() == 0:
             reasons[p] = f"{title}: no entries"
         elif not p.is_contiguous():
+            # Views of it, as place_of compares them, would not tell rows from columns.
             reasons[p] = f"{title}: not contiguous in memory"
         elif sum(size > 1 for size in p.shape) > 3:
             reasons[p] = f"{title}: more than three dimensions, outside of any convolution"
@@ -222,11 +200,9 @@ class Use(Layer):
     G, and its G to the primary's A.
     """
 
-    reads_dense_only = True
-
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
-        # All that the primary knows of itself, such as covers; another call may add the bias. An
-        # attribute that a kind is given later comes along, too: set here what a use has of its own.
+        # All that the primary knows of itself, such as covers. An attribute that a kind is given
+        # later comes along, too: what a use has of its own must be set after this line.
         vars(self).update(vars(primary))
         self._primary, self.crossed = primary, crossed
         inputs, outputs = primary.inputs, primary.outputs
@@ -318,6 +294,7 @@ class GroupedUse(ProductUse):
 class TableUse(Use, EmbeddingLayer):
     """Rows of the weight that indices pick."""
 
+    # EmbeddingLayer.__init__ would read a module that need not be a table: only Use's runs.
     def __init__(self, primary: Layer, padding: int | None, *, crossed: bool) -> None:
         Use.__init__(self, primary, crossed=crossed)
         self.padding = padding

@@ -24,12 +24,10 @@ from .base import Layer
 from .conv import ConvLayer
 from .kinds import GroupedUse, ProductUse, StackedUse, TableUse
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 _ALL = slice(None)
 
 
-class Found(NamedTuple):
+class Operand(NamedTuple):
     """A parameter of a layer among a call's arguments."""
 
     scope: Scope  # the innermost one that knows the parameter
@@ -44,7 +42,8 @@ class Scope:
     def __init__(self, layers: Iterable[Layer], *, searches: bool = False) -> None:
         self.layers, self.searches = frozenset(layers), searches
         self.checkpoints = _checkpoints()
-        # Parameters and their stand-ins by identity, which the tensor beside each keeps alive.
+        # Parameters and their stand-ins by identity. The tensor beside each is there to keep it
+        # alive: the id of a freed stand-in would soon be another tensor's.
         self.known: dict[int, tuple[Tensor, Layer]] = {}
         for layer in self.layers:
             for p in (layer.weight, layer.bias):
@@ -56,8 +55,6 @@ class WatchMode(TorchFunctionMode):
     """Runs the watched modules of a thread, and taps the calls that use their scopes' weights.
 
     Scopes nest as modules do. Each use counts once, for the innermost scope that knows the weight.
-    In a checkpoint that begins within a scope, calls run as they are: the checkpoint recomputes
-    them without the mode, and raises an error if they then save fewer tensors.
     """
 
     def __init__(self, around: Any) -> None:
@@ -73,10 +70,11 @@ class WatchMode(TorchFunctionMode):
     @torch.compiler.disable  # a compiled model runs as it is
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Torch checks the arguments first, so that those who watch may bind them by name.
         out, watch = func(*args, **kwargs), WATCHED.get(func)
-        return out if watch is None else watch(self, out, args, kwargs)
+        return out if watch is None else watch(self, out, *args, **kwargs)
 
-    def find(self, value: Any) -> Found | None:
+    def find(self, value: Any) -> Operand | None:
         """Return the layer of a tensor that is its parameter, or a view that trains it."""
         if not isinstance(value, Tensor) or not value.requires_grad:
             return None
@@ -86,30 +84,35 @@ class WatchMode(TorchFunctionMode):
             if known is None and id(base) in scope.known and _trains(value, base):
                 known = scope.known[id(base)]
             known = known or self._gathered(scope, value if base is None else base)
-            if known is not None:
-                break
-        else:
+            if known is None:
+                continue
+            operand = Operand(scope, known[1], known[0], value)
+            if not self._around.takes(operand.layer):
+                return None
+            if _checkpoints() == scope.checkpoints:
+                return operand
+            # In a checkpoint that begins within the scope no call may be tapped: it recomputes the
+            # calls without the mode, and raises an error if they then save fewer tensors. The
+            # module that runs is noted all the same, since a scope of its own begins inside.
+            self.note(operand)
             return None
-        found = Found(scope, known[1], known[0], value)
-        if not self._around.takes(found.layer):
-            return None
-        if _checkpoints() == scope.checkpoints:
-            return found
-        self.note(found)
         return None
 
-    def tap(self, found: Found, layer: Layer, output: Tensor, x: Tensor, blocks: slice) -> Tensor:
+    def tap(
+        self, operand: Operand, layer: Layer, output: Tensor, x: Tensor, blocks: slice = _ALL
+    ) -> Tensor:
         """Tap a call's output."""
-        self.note(found)
+        self.note(operand)
         return self._around._tap(layer, output, x, blocks)
 
-    def note(self, found: Found) -> None:
+    def note(self, operand: Operand) -> None:
         """Note the module that runs as one to be watched, in a search."""
-        if found.scope.searches:
-            self._around._note(found.layer)
+        if operand.scope.searches:
+            self._around._note(operand.layer)
 
     def _gathered(self, scope: Scope, base: Tensor) -> tuple[Tensor, Layer] | None:
-        """Return a whole parameter that stands in a sharded one's place now, and its layer."""
+        # A whole parameter that stands in a sharded one's place now, and its layer. It must be
+        # looked for in each call: fully_shard gathers into another tensor each time.
         if not self._around.sharded or not isinstance(base, nn.Parameter):
             return None
         for layer in self._around.sharded & scope.layers:
@@ -127,33 +130,35 @@ class WatchMode(TorchFunctionMode):
     # ---- uses ----
 
     def product(
-        self, found: Found, out: Tensor, x: Tensor, kind: Any, input_dim: int, biased: bool = False
-    ) -> Tensor:
+        self, operand: Operand, out: Any, x: Any, kind: Any, input_dim: int, biased: bool = False
+    ) -> Any:
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
-        layer, place = found.layer, place_of(found.view, found.whole)
-        own = layer.input_dim
-        if place is None or own is None or (x.dim() <= 2 and self.is_parameter(x)):
+        layer, place = operand.layer, place_of(operand.view, operand.whole)
+        stored = layer.input_dim
+        # A product of two matrices of parameters is another weight; a stack of learned queries, of
+        # three dimensions, has rows.
+        if place is None or stored is None or (x.dim() <= 2 and self.is_parameter(x)):
             return out
         used = 1 - input_dim if place.transposed else input_dim
         in_part = place.first is not None and used == 0  # of the inputs
         # The bias of a layer by use belongs to its own product alone.
         if in_part or (layer.covers[1] and layer.by_use):
             return out
-        use = kind(layer, crossed=used != own)
+        use = kind(layer, crossed=used != stored)
         use.biased, use.first = biased, place.first
-        return self.tap(found, use, out, x, place.blocks)
+        return self.tap(operand, use, out, x, place.blocks)
 
     def rows(
-        self, found: Found, out: Tensor, indices: Tensor, padding: int | None = None
+        self, operand: Operand, out: Tensor, indices: Tensor, padding: int | None = None
     ) -> Tensor:
         """Tap rows of a weight, picked by indices; ``padding`` is a row without a gradient."""
-        layer, place = found.layer, place_of(found.view, found.whole)
+        layer, place = operand.layer, place_of(operand.view, operand.whole)
         whole = place is not None and not place.transposed and place.first is None
         is_table = layer.input_dim is not None and layer.blocks == 1 and not layer.covers[1]
-        if not whole or found.view.dim() != 2 or not is_table:
+        if not whole or operand.view.dim() != 2 or not is_table:
             return out
         use = TableUse(layer, padding, crossed=layer.input_dim == 1)
-        return self.tap(found, use, out, indices, _ALL)
+        return self.tap(operand, use, out, indices)
 
 
 class Place(NamedTuple):
@@ -176,23 +181,22 @@ def place_of(view: Tensor, whole: Tensor) -> Place | None:
             return None
         if count < whole.shape[0]:
             blocks = slice(block, block + count)
-    first, beside = divmod(offset, whole.stride(-2))
+    first, column = divmod(offset, whole.stride(-2))
     steps, size, step = whole.stride()[-2:], view.shape[-2:], view.stride()[-2:]
     for transposed in (False, True):
         if transposed:
             size, step = size[::-1], step[::-1]
+        # A dimension of size 1 may have any stride.
         aligned = all([n == 1 or x == y for n, x, y in zip(size, step, steps, strict=True)])
-        fits = size[1] == whole.shape[-1] and first + size[0] <= whole.shape[-2] and not beside
+        fits = size[1] == whole.shape[-1] and first + size[0] <= whole.shape[-2] and column == 0
         in_part = size[0] < whole.shape[-2]
-        if aligned and fits:
-            if in_part and count > 1:
-                return None  # some rows of several matrices
+        if aligned and fits and not (in_part and count > 1):  # no rows of several matrices
             return Place(blocks, transposed, first if in_part else None)
     return None
 
 
 def _running(module: str) -> Iterator[FrameType]:
-    """Yield the frames in which a module's functions run, from the innermost outwards."""
+    # The frames in which a module's functions run, from the innermost outwards.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == module:
@@ -208,190 +212,182 @@ def running_calls() -> Iterator[dict[str, Any]]:
 
 
 def _checkpoints() -> int:
-    """Return how many calls of torch.utils.checkpoint's functions run."""
+    # How many calls of torch.utils.checkpoint's functions run.
     return len([*_running("torch.utils.checkpoint")])
 
 
 def _trains(view: Tensor, base: Any) -> bool:
-    """Return whether a view's gradient is its base's, too; under no_grad, views begin anew."""
+    # Whether a view's gradient is its base's, too: a view that was made under no_grad begins a
+    # graph of its own, and so does a detached one, though both have the base.
     node = view.grad_fn
     while node is not None and node is not base.grad_fn and node.next_functions:
         node = node.next_functions[0][0]
     return node is not None and (node is base.grad_fn or getattr(node, "variable", None) is base)
 
 
-def _argument(args: Args, kwargs: Kwargs, at: int, name: str, default: Any = None) -> Any:
-    return args[at] if len(args) > at else kwargs.get(name, default)
+# ---- calls: each takes the result and the arguments of one function, as torch names them ----
 
 
-# ---- calls ----
-
-
-def _linear(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, weight = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "weight")
-    bias = _argument(args, kwargs, 2, "bias")
-    return _biased_product(mode, out, x, weight, bias, input_dim=1)
-
-
-def _addmm(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) != 3 or kwargs:
-        return out
-    return _biased_product(mode, out, args[1], args[2], args[0], input_dim=0)
-
-
-def _biased_product(
-    mode: WatchMode, out: Any, x: Any, weight: Any, bias: Any, *, input_dim: int
+def _linear(
+    mode: WatchMode, out: Any, input: Any, weight: Any, bias: Any = None, input_dim: int = 1
 ) -> Any:
-    found = mode.find(weight)
-    if found is None:
+    operand = mode.find(weight)
+    if operand is None:
         return out
-    layer, covers_bias = found.layer, found.layer.covers[1]
+    layer, covers_bias = operand.layer, operand.layer.covers[1]
     added = mode.find(bias) if covers_bias else None
     biased = added is not None and added.layer is layer
-    whole = found.view is found.whole and (added is None or added.view is added.whole)
-    is_own = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
-    if whole and is_own and biased == covers_bias:
-        return mode.tap(found, layer, out, x, _ALL)
-    return mode.product(found, out, x, ProductUse, input_dim, biased)
+    # The layer's own rows stand for a call with all of it alone. A call that lacks the bias, or has
+    # a part of the weight, would count for rows that it did not see: it is a use of its own.
+    whole = operand.view is operand.whole and (added is None or added.view is added.whole)
+    plain = layer.input_dim == input_dim and layer.blocks == 1 and not layer.diagonal_input
+    if whole and plain and biased == covers_bias:
+        return mode.tap(operand, layer, out, input)
+    return mode.product(operand, out, input, ProductUse, input_dim, biased)
 
 
-def _matmul(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    if len(args) < 2:
+def _addmm(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) != 3 or kwargs:  # with scales, or in an older order
         return out
-    left, right = args[0], args[1]
-    found = mode.find(right)
-    if found is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
-        return mode.product(found, out, left, ProductUse, 0)
-    if found is not None and right.dim() == 3 and left.dim() == 3:
-        return mode.product(found, out, left, StackedUse, 0)
-    found = mode.find(left)
-    if found is not None and left.dim() == 2 <= right.dim():
+    return _linear(mode, out, args[1], args[2], args[0], input_dim=0)
+
+
+def _matmul(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
+    if len(args) < 2:  # by name
+        return out
+    left, right = args[:2]
+    operand = mode.find(right)
+    if operand is not None and (right.dim() == 2 or right.shape[:-2] == (1,)):
+        return mode.product(operand, out, left, ProductUse, 0)
+    if operand is not None and right.dim() == 3 and left.dim() == 3:
+        return mode.product(operand, out, left, StackedUse, 0)
+    operand = mode.find(left)
+    if operand is not None and left.dim() == 2 <= right.dim():
         # Columns ``[..., features, columns]``, as in Mamba, are rows of the transpose.
-        return mode.product(found, out.mT, right.mT, ProductUse, 1).mT
+        return mode.product(operand, out.mT, right.mT, ProductUse, 1).mT
     return out
 
 
-def _grouped(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    x, weight = (_argument(args, kwargs, at, name) for at, name in enumerate(("mat_a", "mat_b")))
-    ends, found = kwargs.get("offs"), mode.find(weight)
-    if found is None or ends is None or x.dim() != 2 or weight.dim() != 3:
+def _grouped(mode: WatchMode, out: Any, *args: Any, offs: Any = None, **kwargs: Any) -> Any:
+    operand = mode.find(args[1]) if len(args) == 2 else None
+    if operand is None or offs is None or args[0].dim() != 2 or args[1].dim() != 3:
         return out
-    return mode.product(found, out, x, functools.partial(GroupedUse, ends=ends), 0)
+    return mode.product(operand, out, args[0], functools.partial(GroupedUse, ends=offs), 0)
 
 
-def _einsum(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
+def _einsum(mode: WatchMode, out: Any, equation: Any, *operands: Any) -> Any:
     """Watch equations of rows times a matrix, such as ``"bi,oi->bo"``."""
-    equation = args[0]
-    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return out
     terms, result = equation.replace(" ", "").split("->")
     for i, weight in enumerate(operands):
-        found, of_weight, of_x = mode.find(weight), terms.split(",")[i], terms.split(",")[1 - i]
+        operand, of_weight, of_x = mode.find(weight), terms.split(",")[i], terms.split(",")[1 - i]
         ends = {of_x[-1:], result[-1:]}
-        is_matrix = found is not None and weight.dim() == 2 and "." not in of_weight
+        is_matrix = operand is not None and weight.dim() == 2 and "." not in of_weight
         fits = of_x[:-1] == result[:-1] and len(ends) == 2 and ends == {*of_weight}
-        if found is not None and is_matrix and fits:
+        if operand is not None and is_matrix and fits:
             input_dim = of_weight.index(of_x[-1])
-            return mode.product(found, out, operands[1 - i], ProductUse, input_dim)
+            return mode.product(operand, out, operands[1 - i], ProductUse, input_dim)
     return out
 
 
-def _embedding(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    found = mode.find(_argument(args, kwargs, 1, "weight"))
-    names = ((3, "max_norm"), (5, "scale_grad_by_freq"), (6, "sparse"))
-    if found is None or any(_argument(args, kwargs, at, name) for at, name in names):
+def _embedding(
+    mode: WatchMode, out: Any, input: Any, weight: Any, padding_idx: Any = None, **options: Any
+) -> Any:
+    operand = mode.find(weight)
+    # max_norm writes into the table; scaled and sparse gradients are no sums of the rows.
+    refused = [options.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse")]
+    if operand is None or any(refused):
         return out
-    padding = _argument(args, kwargs, 2, "padding_idx")
-    if padding is not None:
-        padding %= found.whole.shape[0]
-    return mode.rows(found, out, _argument(args, kwargs, 0, "input"), padding)
+    padding = None if padding_idx is None else padding_idx % operand.whole.shape[0]
+    return mode.rows(operand, out, input, padding)
 
 
-def _picked(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
+def _picked(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
     """Watch ``table[indices]`` and index_select along rows."""
     if not args:  # all by name
         return out
-    found, last = mode.find(args[0]), args[-1]
+    operand, last = mode.find(args[0]), args[-1]
     along_rows = len(args) == 2 or (len(args) == 3 and args[1] == 0)
     plain = isinstance(last, Tensor) and last.dtype in (torch.int32, torch.int64) and last.dim() > 0
-    if found is None or not along_rows or not plain or kwargs:
+    if operand is None or not along_rows or not plain or kwargs:
         return out
-    return mode.rows(found, out, last)
+    return mode.rows(operand, out, last)
 
 
-def _added(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
+def _added(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
     if len(args) != 2 or kwargs:
         return out
     for table, rows in (args, args[::-1]):
-        found = mode.find(table)
-        if found is not None and found.whole is found.layer.bias:
-            found.layer.bias_apart = True
+        operand = mode.find(table)
+        if operand is not None and operand.whole is operand.layer.bias:
+            operand.layer.bias_apart = True
         # A sum with a matrix or with another parameter makes another table, and no rows.
-        elif found is not None and isinstance(rows, Tensor) and rows.dim() > 2:
-            out = out if mode.is_parameter(rows) else _positions(mode, found, out)
+        elif operand is not None and isinstance(rows, Tensor) and rows.dim() > 2:
+            out = out if mode.is_parameter(rows) else _positions(mode, operand, out)
     return out
 
 
-def _positions(mode: WatchMode, found: Found, out: Tensor) -> Tensor:
+def _positions(mode: WatchMode, operand: Operand, out: Tensor) -> Tensor:
     """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
-    size = found.view.shape[-2:]
-    if size != out.shape[-2:] or size.numel() != found.view.numel():
+    size = operand.view.shape[-2:]
+    if size != out.shape[-2:] or size.numel() != operand.view.numel():
         return out
-    place = place_of(found.view.detach().flatten(0, -2), found.whole)
+    place = place_of(operand.view.detach().flatten(0, -2), operand.whole)
     if place is None or place.transposed:
         return out
     indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    found = found._replace(view=found.whole.detach().flatten(0, -2))
-    return mode.rows(found, out, indices.expand(out.shape[:-1]))
+    operand = operand._replace(view=operand.whole.detach().flatten(0, -2))
+    return mode.rows(operand, out, indices.expand(out.shape[:-1]))
 
 
-def _cast(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    found = mode.find(args[0])
-    is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not args[0]
-    if found is not None and is_copy and found.view is found.whole:
-        # The gradient of the copy is the parameter's.
-        found.scope.known[id(out)] = out, found.layer
-        mode.note(found)
+def _cast(mode: WatchMode, out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    operand = mode.find(tensor)
+    is_copy = isinstance(out, Tensor) and out.is_floating_point() and out is not tensor
+    if operand is not None and is_copy and operand.view is operand.whole:
+        # The gradient of the copy is the parameter's. A copy of a part must not stand in for it:
+        # places are told by offsets, and those of a copy begin anew.
+        operand.scope.known[id(out)] = out, operand.layer
+        mode.note(operand)
     return out
 
 
-def _conv(mode: WatchMode, out: Any, args: Args, kwargs: Kwargs) -> Any:
-    found = mode.find(_argument(args, kwargs, 1, "weight"))
-    bias = mode.find(_argument(args, kwargs, 2, "bias"))
-    if found is None or not isinstance(found.layer, ConvLayer):
+def _conv(
+    mode: WatchMode, out: Any, input: Any, weight: Any, bias: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    operand, added = mode.find(weight), mode.find(bias)
+    if operand is None or not isinstance(operand.layer, ConvLayer):
         return out
-    layer, module, view, whole = found.layer, found.layer.module, found.view, found.whole
+    layer, module, view, whole = operand.layer, operand.layer.module, operand.view, operand.whole
     is_view = view.shape != whole.shape or view.stride() != whole.stride()
-    lacks_bias = layer.bias is not None and (bias is None or bias.layer is not layer)
-    if is_view or lacks_bias or module.padding_mode != "zeros":
-        return out
-    geometry = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    lacks_bias = layer.bias is not None and (added is None or added.layer is not layer)
+    # The layer reads patches by its module's geometry: those of another geometry would be wrong.
+    defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    geometry = defaults | dict(zip(defaults, args, strict=False)) | kwargs
     to_tuple = _ntuple(layer.dims)
-    for i, (name, default) in enumerate(geometry.items()):
-        value = _argument(args, kwargs, 3 + i, name, default)
-        if to_tuple(value) != to_tuple(getattr(module, name)):
-            return out
-    return mode.tap(found, layer, out, _argument(args, kwargs, 0, "input"), _ALL)
+    differs = any([to_tuple(x) != to_tuple(getattr(module, n)) for n, x in geometry.items()])
+    if is_view or lacks_bias or differs or module.padding_mode != "zeros":
+        return out
+    return mode.tap(operand, layer, out, input)
 
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"
 
-WATCHED: dict[Any, Callable[[WatchMode, Any, Args, Kwargs], Any]] = {
+# By the functions that a mode is told: a method of tensors is another one than torch's function.
+WATCHED: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
-    torch.addmm: _addmm,
-    torch.Tensor.addmm: _addmm,
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _matmul),
-    **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm), _matmul),
     torch.einsum: _einsum,
     F.embedding: _embedding,
     torch.Tensor.__getitem__: _picked,
-    torch.index_select: _picked,
-    torch.Tensor.index_select: _picked,
+    torch._grouped_mm: _grouped,
+    getattr(F, "grouped_mm", torch._grouped_mm): _grouped,
+    **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), _matmul),
+    **dict.fromkeys((torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.bmm), _matmul),
+    **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _picked),
     **dict.fromkeys((torch.add, torch.Tensor.add, torch.Tensor.add_), _added),
     **dict.fromkeys((getattr(torch.Tensor, name) for name in _CASTS.split()), _cast),
     **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
-    torch._grouped_mm: _grouped,
 }
-if hasattr(F, "grouped_mm"):
-    WATCHED[F.grouped_mm] = _grouped

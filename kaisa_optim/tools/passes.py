@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import invalid, invalid_because
 from ..layers import Layer
-from ..registry import task_of
+from ..model import task_of
 from .prices import Passes
 
 _BACKWARD = 2  # operations and bytes of a backward pass, in forward passes
@@ -112,7 +112,7 @@ def _reader(layer: Layer, rows: dict[str, int], fraction: float | None) -> Any:
     """Return a hook that adds the rows of a call: one for each vector of outputs."""
     task = task_of(layer)
     # Blocks of a convolution are groups of its outputs; blocks of attention share an output.
-    outputs_of_row = task.g * (1 if layer.intercepts() else task.blocks)
+    outputs_of_row = task.g * (1 if layer.interceptor else task.blocks)
 
     def count(module: nn.Module, *passed: Any) -> None:
         x, out = (next(filter(torch.is_tensor, tree.tree_leaves(y)), None) for y in passed)

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from ..coverage import unwrapped
 from ..errors import invalid
 from ..family import KFACAdam
+from ..model import unwrapped
 from ..optimizer import KFACMixin
 from ..options import check_budget
 from ..plan.assignment import make_grid

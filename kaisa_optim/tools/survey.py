@@ -11,14 +11,13 @@ from torch import Tensor
 from .. import bases, reports
 from ..comm.ranks import Ranks
 from ..compiled import CompiledPlan, sizes_of
-from ..coverage import unwrapped
 from ..curvature.group import ParameterStack
 from ..errors import invalid_because
+from ..model import Registry, task_of, unwrapped
 from ..optimizer import KFACMixin
 from ..options import Group
 from ..plan.assignment import LayerWise, Opt
 from ..preconditioner import make_rule
-from ..registry import Registry, task_of
 from .choice import Case, Momentum
 
 # Arguments of a base that a step on the meta device can't have, and values in their place.
@@ -40,13 +39,13 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
     registry = Registry(optimizer._kfac_model, options, ranks, ())
     registry.match_groups(groups)
     registry.rebuild(registry.cover(groups, first=False), groups)
-    layers, placements = registry.layers, registry.placements
+    layers = registry.layers
     if not layers:
         raise reports.nothing_covered(registry)
-    if placements.sharded:
+    if registry.sharded:
         why = '"auto" for parameters sharded by fully_shard, which are always layer-wise'
         raise invalid_because("grad_worker_fraction", f"{why}; leave it out")
-    placements.find_facts(layers.values())
+    registry.find_facts()
     intervals = options.factor_update_steps, options.inv_update_steps
     gather, refresh = (n(0) if callable(n) else n for n in intervals)
     model = unwrapped(optimizer._kfac_model)
@@ -56,7 +55,7 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
             stepped.setdefault(p, []).append(layer.name)
     everywhere, momenta = _state(optimizer, base, stepped)
     case = Case(
-        [*placements.facts.values()],
+        [*registry.facts.values()],
         sizes_of(rule, options),
         rule.work,
         (gather, refresh),

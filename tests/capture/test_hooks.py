@@ -177,7 +177,7 @@ def late_on_the_last_rank(options: dict[str, Any]) -> None:
     expected = [8 * found[0].T @ found[0] / world if found else None]
     dist.broadcast_object_list(expected, src=world - 1)
     layer = opt.preconditioner.layers["b"]
-    if opt.preconditioner.registry.placements.owner(layer, "g") == rank:
+    if opt.preconditioner.registry.owner(layer, "g") == rank:
         kept = groups.averages(opt)["b", "g"]
         assert_close(kept.squeeze(0), expected[0])
 

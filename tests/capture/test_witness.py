@@ -267,8 +267,8 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, str, Any]] = {
     "rows are divided by counts": (
         _by_use(_by_counts),
         watch,
-        "_argument",
-        lambda args, kwargs, at, name, default=None: None if at > 1 else args[at],
+        "WATCHED",
+        watch.WATCHED | {F.embedding: lambda mode, out, x, w, **_: mode.rows(mode.find(w), out, x)},
     ),
 }
 

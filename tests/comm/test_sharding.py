@@ -183,11 +183,7 @@ def train(plan: Plan) -> Trained:
             assert p.grad is own and torch.equal(full(own), before)
     check_placements(model, opt)
     kfac = opt.preconditioner
-    owners = {
-        (x.name, s): kfac.registry.placements.owner(x, s)
-        for x in kfac.layers.values()
-        for s in "ag"
-    }
+    owners = {(x.name, s): kfac.registry.owner(x, s) for x in kfac.layers.values() for s in "ag"}
     return Trained(full_values(model), kept(opt), owners, kfac.memory_usage())
 
 

@@ -326,9 +326,7 @@ def undecomposed(
     for i in range(good):
         learn(model, opt, i)
     owners = {
-        (x, side): kfac.registry.placements.owner(x, side)
-        for x in kfac.layers.values()
-        for side in "ag"
+        (x, side): kfac.registry.owner(x, side) for x in kfac.layers.values() for side in "ag"
     }
     bad = max(owners.values())
     broken = on_rank(bad, broken_decompositions(error))
@@ -358,9 +356,7 @@ def applied(kfac: Preconditioner) -> dict[str, Tensor]:
             if name.split("_")[-1] in ("average", "weight", "rejected", "stale"):
                 continue
             side = name.split("_")[0]
-            found[f"{layer.name} {kfac.registry.placements.owner(layer, side)} {name}"] = (
-                view.clone()
-            )
+            found[f"{layer.name} {kfac.registry.owner(layer, side)} {name}"] = view.clone()
     return found
 
 

@@ -164,12 +164,7 @@ def takes_shares(plan: Plan) -> Shares:
     gathered = {key: value.clone() for key, value in gathered.items()}
     learn(model, opt, range(3, 5))
     found.append(averages(shares(opt)))
-    owned = {
-        (places[x], s)
-        for x in places
-        for s in "ag"
-        if kfac.registry.placements.owner(x, s) == rank()
-    }
+    owned = {(places[x], s) for x in places for s in "ag" if kfac.registry.owner(x, s) == rank()}
     return Shares(owned, found, texts, tensors, gathered, weights(model))
 
 

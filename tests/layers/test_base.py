@@ -76,8 +76,7 @@ def test_a_layer_kind_without_rows():
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ({"outputs": 2}, "it has no in_shape; set it in __init__"),
-        ({"in_shape": (3,)}, "it has no outputs; set it in __init__"),
+        ({"outputs": 3}, r"say \(3, 3\), the weight is \(2, 3\)"),
         ({"in_shape": (2,), "outputs": 3}, r"say \(3, 2\), the weight is \(2, 3\); .*weight_view"),
     ],
 )

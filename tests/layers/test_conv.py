@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kaisa_optim import KFACSGD
 from kaisa_optim.layers import conv
+from kaisa_optim.layers.base import take_sizes
 from kaisa_optim.layers.conv import ConvLayer, ConvTransposeLayer
 from kaisa_optim.linalg.moments import second_moment
 from tests.layers.cases import Case, channels_last, check, each, freeze, normal
@@ -241,6 +242,7 @@ each_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 
 def covered(kind, module):
     layer = kind("", module.double())
+    take_sizes(layer)
     layer.trained = (True, module.bias is not None)
     layer.cover(layer.trained)
     return layer

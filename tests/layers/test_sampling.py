@@ -15,7 +15,7 @@ from kaisa_optim import KFACSGD, Layer, register_layer
 from kaisa_optim.capture.passes import top_hooks
 from kaisa_optim.layers import LinearLayer
 from kaisa_optim.layers.attention import ProjectionLayer
-from kaisa_optim.layers.base import GATHER, WHOLE, Part
+from kaisa_optim.layers.base import GATHER, WHOLE, Part, take_sizes
 from tests.capture.test_capture import CHECKPOINTS, under
 from tests.layers.cases import loss_of, normal, tokens
 from tests.support import reference as ref
@@ -111,6 +111,7 @@ def test_all_are_taken_where_nothing_can_be_left_out():
 )
 def test_enough_rows_are_read_where_no_fraction_is_given(examples, positions, wide, stride):
     layer = LinearLayer("", nn.Linear(wide, 64, bias=False, device="meta"))
+    take_sizes(layer)
     layer.covers = True, False
     x, out = (torch.empty(examples, positions, n, device="meta") for n in (wide, 64))
     part = layer.part(x, out, (None, 7))

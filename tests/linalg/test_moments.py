@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import kind_of
-from kaisa_optim.layers.base import PassSettings
+from kaisa_optim.layers.base import PassSettings, take_sizes
 from kaisa_optim.linalg import moments
 from tests.support.watch import Body
 
@@ -97,9 +97,10 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wide):
     """Means over positions, which half precision does not hold, are multiplied in float32."""
     module, shape = LAYERS[name]
-    kind = kind_of(module)
+    kind, _ = kind_of(module)
     assert kind is not None
     (layer,) = kind.layers_of("it", module)
+    take_sizes(layer)
     layer.wide = wide
     layer.trained = (True, layer.bias is not None)
     layer.cover(layer.covers_now())

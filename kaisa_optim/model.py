@@ -1,0 +1,528 @@
+"""The layers of a model: what K-FAC covers, why other parameters are left, and places on ranks."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from . import agree
+from .capture.hooks import refuse_data_parallel
+from .comm import sharding
+from .comm.ranks import Ranks
+from .curvature.group import stack_key
+from .errors import invalid_because
+from .layers.base import Layer, kind_of, take_sizes
+from .layers.kinds import MATRICES, SCALES, Reasons, declared
+from .options import PER_GROUP, Group, Options
+from .plan import assignment
+from .plan.assignment import Placement, Task
+from .plan.facts import LayerFacts, ShardPlaces, widest
+from .plan.schedule import LayerState
+
+logger = logging.getLogger("kaisa_optim")
+
+# Reasons why a parameter is left to the base; what the user skips is told with its pattern.
+_SKIPPED = ""
+_CUT = "tensor parallelism cuts it, or another sharding than fully_shard over one mesh dimension"
+_PAPERS_ONLY = 'normalization="kaisa" knows Linear and Conv2d with one group only'
+BY_OPTION = {_PAPERS_ONLY}  # reasons that follow from what the user has chosen
+
+Names = dict[Tensor | None, list[str]]  # every name under which a parameter is registered
+
+
+# ---- what is covered ----
+
+
+class Left(NamedTuple):
+    """A parameter that K-FAC leaves to the base optimizer."""
+
+    size: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CoverageReport:
+    """The number of trained parameters that K-FAC covers; the parameters that are left, and why."""
+
+    covered: int
+    total: int
+    left: dict[str, Left]  # the largest first
+    skipped: dict[str, str]  # left by an option, or by the kind of optimizer, and why
+    # For each layer that a warning named: the share of its gradient that its rows do not make.
+    elsewhere: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        return self.covered / max(1, self.total)
+
+    @property
+    def amount(self) -> str:
+        # Never say 100 % while a parameter is left.
+        percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
+        units = (" G", 10**9), (" M", 10**6), (" k", 10**3)
+        rounded = [f"{self.total / n:.3g}{unit}" for unit, n in units if self.total >= n]
+        return f"K-FAC covers {percent:.3g} % of {[*rounded, self.total][0]} parameters"
+
+    def __str__(self) -> str:
+        names = [*self.left, *self.skipped]
+        if not names:
+            return self.amount
+        shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+        see = "print(optimizer.preconditioner)"
+        return f"{self.amount}; the base optimizer updates the rest ({shown}): {see}"
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own module from inside DDP and torch.compile."""
+    while True:
+        is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
+        inner = getattr(model, "module" if is_ddp else "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
+    for module in model.modules():
+        refuse_data_parallel(module)
+        if type(module).__name__ == "FullyShardedDataParallel":
+            why = (
+                "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
+                "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+                "DistributedDataParallel"
+            )
+            raise invalid_because("model", why)
+    names: Names = {}
+    # A module counts once, whatever its names: only a second module makes a weight shared.
+    for prefix, module in unwrapped(model).named_modules():
+        for name, p in module._parameters.items():
+            if p is not None:
+                names.setdefault(p, []).append(f"{prefix}.{name}" if prefix else name)
+    for p in trained:
+        if p not in names:
+            why = (
+                f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
+                "model whose parameters you optimize as model="
+            )
+            raise invalid_because("params", why)
+        if isinstance(p, UninitializedParameter):
+            why = (
+                f"{names[p][0]} has no shape yet; run the lazy model once before you build the "
+                "optimizer"
+            )
+            raise invalid_because("params", why)
+    return names
+
+
+def _layers_of(
+    name: str, module: nn.Module, claimed: set[nn.Module], *, is_trained: bool
+) -> tuple[list[Layer], Reasons]:
+    """Return a module's layers, and why parameters have none; claim parts that its kind covers."""
+    kind, overrides = kind_of(module)
+    title, parts, why = type(module).__name__, [module], None
+    layers: list[Layer] = []
+    reasons: Reasons = {}
+    if kind is None:
+        # Of an untrained lazy module even a shape must not be asked.
+        layers, reasons = declared(name, module) if is_trained else ([], {})
+    else:
+        why = kind.unsupported(module)
+        parameters = [p for p in module._parameters.values() if p is not None]
+        if any(not p.is_floating_point() for p in parameters):
+            why = f"{title} is not real-valued"
+        elif kind.interceptor is not None and any(map(sharding.is_sharded, parameters)):
+            why = f"{title}: its weights are sharded, and its projections can't be told apart then"
+        elif why is not None:
+            why = f"{title}: {why}"
+        if overrides:
+            # The kind's rows need not be those of another forward: calls alone tell the use.
+            usable = why is None and kind.interceptor is None
+            layers = kind.layers_of(name, module) if usable else []
+            layers = [layer for layer in layers if layer.weight is not None]
+            why = None if layers else f"{title} overrides a covered forward"
+        else:
+            layers = [] if why else kind.layers_of(name, module)
+            # An attention's projections are no calls of modules, whether it is covered or not.
+            if why is None or kind.interceptor is not None:
+                parts = [*module.modules()]
+                claimed.update(parts)
+    for layer in layers if kind is None or overrides else ():
+        layer.watched_in, layer.by_use = (module,), True
+    if why is not None:
+        reasons.update((p, why) for part in parts for p in part._parameters.values())
+    return layers, reasons
+
+
+def _tie(layers: list[Layer], names: Names, reasons: Reasons) -> set[Tensor | None]:
+    """Make one layer of each table or matrix that several modules share; return these weights.
+
+    The layer takes the rows of all uses. The base optimizer steps the biases of these modules.
+    """
+    tied: set[Tensor | None] = set()
+    users_of: dict[Tensor | None, list[Layer]] = {}
+    for layer in layers:
+        if len(names.get(layer.weight, ())) > 1:
+            users_of.setdefault(layer.weight, []).append(layer)
+    for weight, users in users_of.items():
+        plain = all(type(layer) in MATRICES and layer.blocks == 1 for layer in users)
+        # A module without a layer would use the weight unseen.
+        if not plain or len(users) != len(names[weight]) or weight in reasons:
+            continue
+        # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
+        primary = next((layer for layer in users if layer.diagonal_input), users[0])
+        tied.add(weight)
+        primary.tied = len({layer.input_dim for layer in users}) > 1
+        primary.watched_in = tuple(dict.fromkeys(layer.module for layer in users))
+        for layer in users:
+            if layer.bias is not None:
+                reasons[layer.bias], layer.bias = SCALES, None
+        layers[:] = [x for x in layers if x is primary or x not in users]
+    return tied
+
+
+def _claims(layer: Layer, names: Names, reasons: Reasons) -> bool:
+    """Return whether a layer's weight is its own; note why other parameters are left out."""
+    pair = layer.weight, layer.bias
+    for parameter in pair:
+        if len(names.get(parameter, ())) > 1:
+            reasons[parameter] = "shared by " + " and ".join(names[parameter])
+    is_parameter = layer.weight in names
+    if not is_parameter or layer.weight in reasons:
+        # A weight that is computed, or used elsewhere too, is no Kronecker product here.
+        reason = f"{type(layer.module).__name__} whose weight is no parameter of its own"
+        inner = [p for part in layer.module.modules() for p in part._parameters.values()]
+        for p in pair if is_parameter else inner:
+            reasons.setdefault(p, reason)
+        return False
+    if layer.bias in reasons:
+        layer.bias = None
+    return True
+
+
+def task_of(layer: Layer, covers: tuple[bool, bool] | None = None) -> Task:
+    """Return a layer's task by the parameters that it covers: its trained ones, frozen or not."""
+    # Ranks place a layer by what is trained, whatever is frozen now: flags of one rank alone must
+    # not move factors, and a layer that is unfrozen finds its place.
+    covers = covers or layer.trained
+    (a, diagonal_a), (g, diagonal_g) = layer.size_of("a", covers), layer.size_of("g", covers)
+    return Task(layer.name, a, g, diagonal_a, diagonal_g, layer.blocks)
+
+
+# ---- one model's layers ----
+
+
+class Registry:
+    """One model's covered layers by name, in the model's order, and their places on ranks."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, ranks: Ranks, known: Iterable[Tensor]
+    ) -> None:
+        self.model, self._options, self._ranks = model, options, ranks
+        self.layers: dict[str, Layer] = {}
+        self.states: dict[str, LayerState] = {}
+        self.sections: list[slice] = []  # by layer: places of its sections among those of all
+        self.late: list[Layer] = []  # active layers that gather in each step that gathers
+        self.missing: list[Layer] = []  # layers whose first average any pass may bring
+        self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
+        self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
+        self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
+        self.group_of: dict[Tensor, int] = {}  # the number of each parameter's group
+        self._accepted = set(known)  # parameters that are, or were, the model's
+        # The groups' parameters by id, which is safe while they are held here: to hash a tensor is
+        # a call of Python.
+        self._listed: dict[int, Tensor] = {}
+        # Each parameter, with the dictionary and the name under which its module holds it.
+        self._homes: list[tuple[Tensor, dict[str, nn.Parameter | None], str, str]] = []
+        self.placements: dict[str, Placement] = {}  # the owners of each layer's factors
+        self.splits_owners = False  # whether A and G of some layer have two owners
+        self.facts: dict[Layer, LayerFacts] = {}  # of all layers, frozen ones included
+        self.sharded: dict[Layer, tuple[ShardPlaces | None, ...]] = {}  # weight's, bias's
+        self.strategy: assignment.WorkAssignment = options.strategy
+        if any(map(sharding.is_sharded, model.parameters())):  # one rank works for each layer
+            chosen = options.assignment, options.grad_worker_fraction
+            if chosen != (None, None) and self.strategy.gradient_workers(ranks.world) > 1:
+                why = (
+                    f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
+                    'rank preconditions each gradient; use assignment="layer-wise" or leave it out'
+                )
+                raise invalid_because("assignment", why)
+            self.strategy = assignment.LayerWise()
+
+    # ---- answers ----
+
+    @property
+    def active(self) -> list[Layer]:
+        """The covered layers that are not wholly frozen."""
+        return [layer for layer in self.layers.values() if layer.parameters]
+
+    @property
+    def parameters(self) -> Iterable[Tensor]:
+        """All parameters that the optimizer has of this model, covered or not."""
+        return self.group_of.keys()
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """Parameters of layers that had a gradient, but no call that K-FAC can read; and why."""
+        why: dict[Tensor, str] = {}
+        for layer in self.active:
+            if self.states[layer.name].unseen and not self.states[layer.name].has_average:
+                title = type(layer.module).__name__
+                text = f"{title} uses it in a way that no kind of layer knows"
+                why |= dict.fromkeys(layer.parameters, text)
+        named = unwrapped(self.model).named_parameters() if why else ()
+        return {name: why[p] for name, p in named if p in why}
+
+    @property
+    def with_average(self) -> list[Layer]:
+        return [layer for layer in self.layers.values() if self.states[layer.name].has_average]
+
+    @property
+    def with_state(self) -> list[Layer]:
+        return [layer for layer in self.active if self.states[layer.name].has_state]
+
+    @property
+    def devices(self) -> list[tuple[torch.device, torch.dtype]]:
+        """Device and dtype of each active layer."""
+        return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
+
+    def owner(self, layer: Layer, side: str) -> int:
+        """Return the rank that owns a factor."""
+        placement = self.placements[layer.name]
+        return placement.a if side == "a" else placement.g
+
+    def shards(self, layer: Layer) -> list[ShardPlaces]:
+        """Return the shards of a layer's covered parameters."""
+        parts = zip(self.sharded[layer], layer.covers, strict=True)
+        return [shards for shards, covered in parts if covered and shards is not None]
+
+    def values(
+        self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
+    ) -> Callable[[Layer], float]:
+        """Return a function that reads the groups' value for an active layer.
+
+        The groups of its weight and its bias must agree on it.
+        """
+        layers = self.layers.values() if layers is None else layers
+        values = {group[name] for group in groups}
+        if len(values) == 1:  # the loop hashes each parameter, which would cost each step
+            value_of = dict.fromkeys(layers, values.pop())
+            return value_of.__getitem__
+        value_of = {}
+        for layer in layers:
+            numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
+            if len(numbers) > 1:
+                why = (
+                    f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                    f"different values {numbers}; give both groups the same {name}"
+                )
+                raise invalid_because(name, why)
+            if numbers:  # else the layer is frozen
+                value_of[layer] = numbers[0]
+        return value_of.__getitem__
+
+    def check_parameters(self, groups: list[Group]) -> None:
+        """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""
+        for title in [name for name, p in self.on_meta.items() if p.is_meta]:
+            raise RuntimeError(
+                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
+                "no step would change the weight that replaces it; call to_empty, load or "
+                "initialize the weights, then build the optimizer"
+            )
+        listed = self._listed
+        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
+            raise RuntimeError(
+                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
+                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
+                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
+                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
+                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
+                "does. Add parameters of the model by add_param_group"
+            )
+        for p, held, name, title in self._homes:
+            now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
+            # A parameter may have moved within the model, as under pruning: it is searched last.
+            if now is not p and all(p is not other for other in self.model.parameters()):
+                raise RuntimeError(
+                    "Invalid params: the parameters of the groups are not the model's any more: "
+                    f"{title} is a {type(now).__name__} that the optimizer was not given. Build "
+                    "the optimizer after fully_shard, after load_state_dict(assign=True) and after "
+                    "whatever else replaces parameters, or give it the new ones by add_param_group"
+                )
+
+    # ---- changes ----
+
+    def match_groups(self, groups: list[Group]) -> None:
+        """Note the parameters of the groups that are the model's."""
+        of_groups = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # A replaced module's parameters stay in their group, as they do in any optimizer.
+        gone = self._accepted.difference(self.model.parameters())
+        self.group_of = {p: i for p, i in of_groups.items() if p not in gone}
+        self._listed, self._homes = {id(p): p for p in of_groups}, []
+        for prefix, module in unwrapped(self.model).named_modules():
+            for name, p in module._parameters.items():
+                title = f"{prefix}.{name}" if prefix else name
+                if p in of_groups and p.is_meta:
+                    self.on_meta[title] = p
+                # fully_shard puts a whole parameter in a sharded one's place for a while.
+                if p in self.group_of and not sharding.is_sharded(p):
+                    self._homes.append((p, module._parameters, name, title))
+
+    def cover(self, groups: list[Group], *, first: bool) -> dict[str, Layer]:
+        """Return the model's covered layers; raise where groups or options do not fit it."""
+        names, model = _checked_names(self.model, self.group_of), unwrapped(self.model)
+        skips, self.skipped = self._find_skipped(model, warns=first), {}
+        reasons: Reasons = {}
+        candidates: list[Layer] = []
+        claimed: set[nn.Module] = set()  # parts of a module whose kind answers for them
+        for name, module in model.named_modules():
+            if module in claimed:
+                continue
+            trains = [p for p in module._parameters.values() if p in self.group_of]
+            if module in skips:
+                self.skipped.update((names[p][0], skips[module]) for p in trains)
+                reasons.update((p, _SKIPPED) for p in trains)
+                continue
+            layers, declined = _layers_of(name, module, claimed, is_trained=bool(trains))
+            candidates += layers
+            reasons |= declined
+        # Set after the reasons of modules, which tell more, and before layers claim their weights:
+        # a part of a matrix has no factors.
+        for p in sharding.cut_otherwise(model):
+            reasons.setdefault(p, _CUT)
+        covered = self._accepted_layers(candidates, names, reasons)
+        used = {p for layer in covered.values() for p in (layer.weight, layer.bias)}
+        left = [p for p in self.group_of if p not in used and reasons.get(p) != _SKIPPED]
+        unused = "a parameter that its layer kind does not use"
+        self.uncovered = {names[p][0]: reasons.get(p, unused) for p in left}
+        self.sharded, ranks = {}, self._ranks.members()
+        for name, layer in covered.items():
+            # A layer that stays as it was keeps its object, by which its state and averages go.
+            old = self.layers.get(name, layer)
+            same = old.module is layer.module and old.trained == layer.trained
+            if same and old.weight is layer.weight and old.bias is layer.bias:
+                covered[name] = layer = old
+            shards = [
+                sharding.shards_of(f"a parameter of {name!r}", p, ranks)
+                if p is not None and sharding.is_sharded(p)
+                else None
+                for p in (layer.weight, layer.bias)
+            ]
+            if any(shards):
+                self.sharded[layer] = tuple(shards)
+        for name in PER_GROUP:
+            self.values(name, groups, covered.values())
+        return covered
+
+    def _accepted_layers(
+        self, candidates: list[Layer], names: Names, reasons: Reasons
+    ) -> dict[str, Layer]:
+        """Return the candidates whose weight is their own, or shared by uses that are known."""
+        layers: dict[str, Layer] = {}
+        most, papers_only = self._options.max_factor_size, self._options.kaisa_scaling
+        tied = set() if papers_only else _tie(candidates, names, reasons)
+        for layer in candidates:
+            if papers_only and (layer.by_use or not layer.in_papers):
+                reasons.setdefault(layer.weight, _PAPERS_ONLY)
+                reasons.setdefault(layer.bias, _PAPERS_ONLY)
+            elif layer.weight in tied or _claims(layer, names, reasons):
+                layer.trained = layer.weight in self.group_of, layer.bias in self.group_of
+                if any(layer.trained):
+                    take_sizes(layer)
+                    layer.wide = most or widest(layer.inputs, layer.outputs)
+                    layer.cover(layer.covers_now())
+                    layers[layer.name] = layer
+        # Projections share a bias: if one of them is not covered, a step of it would lack rows.
+        partial = {x.bias for x in candidates if layers.get(x.name) is not x}
+        for name, layer in list(layers.items()):
+            if layer.bias is not None and layer.bias in partial:
+                reasons[layer.bias] = "a bias that projections share, one of which is not covered"
+                layer.bias, layer.trained = None, (layer.trained[0], False)
+                layer.cover(layer.covers_now())
+                if not any(layer.trained):
+                    del layers[name]
+        return layers
+
+    def _find_skipped(self, model: nn.Module, *, warns: bool) -> dict[nn.Module, str]:
+        skipped: dict[nn.Module, str] = {}
+        for pattern in self._options.skip_layers:
+            matches = [
+                module
+                for name, module in model.named_modules()
+                if re.search(pattern, name) or re.search(pattern, type(module).__name__)
+            ]
+            if warns and not matches:
+                text = (
+                    f"skip_layers: {pattern!r} matches no module; patterns are searched in "
+                    "qualified names (as in model.named_modules()) and class names"
+                )
+                agree.warn(self._ranks, text)
+            for module in matches:
+                skipped.update((child, pattern) for child in module.modules())
+        return skipped
+
+    def rebuild(self, covered: dict[str, Layer], groups: list[Group]) -> None:
+        """Take over these layers; those with a place stay where their factors are."""
+        self._accepted.update(p for group in groups for p in group["params"])
+        # A layer that begins anew leaves its place, too: it may go to another owner. Those that
+        # stay must keep theirs, since their factors lie there and nothing moves them.
+        for name, layer in self.layers.items():
+            if covered.get(name) is not layer:
+                del self.states[name], self.placements[name]
+        self.layers, self.sections, start = covered, [], 0
+        self.states = {name: self.states.get(name, LayerState()) for name in covered}
+        for number, layer in enumerate(covered.values()):
+            layer.number, end = number, start + layer.sections
+            self.sections.append(slice(start, end))
+            start = end
+        options, world = self._options, self._ranks.world
+        grid = assignment.make_grid(self.strategy, world, options.grad_worker_fraction)
+        self._ranks.grid = grid
+        tasks = [task_of(layer) for layer in self.layers.values()]
+        placed = [task for task in tasks if task.name in self.placements]
+        load = assignment.loads(self.strategy, placed, self.placements, world)
+        new = [task for task in tasks if task.name not in self.placements]
+        colocate = options.colocate_factors
+        self.placements |= assignment.assign(self.strategy, new, grid, colocate, load)
+        self.splits_owners = any(x.a != x.g for x in self.placements.values())
+
+    def find_facts(self) -> None:
+        """Find the plain facts of all layers anew."""
+        self.facts = {}
+        for layer in self.layers.values():
+            placement = self.placements[layer.name]
+            if not any(layer.covers):
+                facts = LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
+                self.facts[layer] = facts
+                continue
+            key, sizes = stack_key(layer, "g"), [p.dtype.itemsize for p in layer.parameters]
+            shards = zip(self.shards(layer), sizes, strict=True) if layer in self.sharded else ()
+            self.facts[layer] = LayerFacts(
+                task_of(layer, layer.covers),
+                placement,
+                itemsize=key.dtype.itemsize,
+                device=key.device,
+                sections=layer.sections,
+                shards=tuple(shards),
+                tied=layer.tied,
+            )
+
+    def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
+        """Return layers that were frozen or unfrozen since; they start anew.
+
+        ``gathered`` are the covers of layers at the time of their statistics.
+        """
+        changed = []
+        for layer in self.layers.values():
+            covers = gathered.get(layer) or layer.covers_now()
+            if any(covers) and covers != layer.covers:
+                logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
+                layer.cover(covers)
+                changed.append(layer)
+        return changed
