@@ -149,7 +149,6 @@ class Groups:
         self._chunks: list[list[Layer]] = []  # sharded layers whose gradients travel together
         self.plan = CompiledPlan((), [])
         self.compilations = 0
-        self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.facts: Any = None  # that the plan stands for; None: it is compiled anew
 
     def allocate(self) -> None:
@@ -186,7 +185,6 @@ class Groups:
                     lambda layer, side: placements.owner(layer, side) == ranks.rank,
                     at_identity=options.kaisa_scaling,
                 )
-        self.published.clear()
         self.of = {layer: group for group in self.all for layer in group.layers}
         self.places = registry.devices
         for layer in values.keys() & self.of.keys():
