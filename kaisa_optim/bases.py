@@ -99,13 +99,13 @@ class BaseStep:
         stack.momentum, stack.momenta = local(momentum)[None], [momentum]
 
     def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
-        """Give entries to parameters that take their first gradient; return their rows."""
+        # Return the rows of parameters that take their first gradient, and have entries now.
         flags, start = plan.present, stack.at.start
         begun = [row for row in stack.fresh if flags is None or flags[start + row]]
         stack.fresh = [row for row in stack.fresh if row not in begun]
         for row in begun:
-            # The plan's own dictionary goes into the state. With a new one, facts() would see no
-            # tensor of the plan in it, and each step would compile anew.
+            # The plan's own dictionary goes into the state, so that facts() reads what users read.
+            # With a copy, the plan would be compiled again after each first gradient.
             entry = self.optimizer.state[stack.parameters[row]] = plan.entries[start + row]
             if stack.momenta:
                 entry[self.momentum] = stack.momenta[row]
@@ -266,7 +266,7 @@ class BaseStep:
     def _move(
         self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
     ) -> None:
-        """Step along directions, which may be overwritten; weights decay apart from them."""
+        # Directions may be overwritten. Weights decay before they move, as in torch.
         if plan.has_shards:
             params = parts_here(params)
         lr, decay = group.get("lr"), group.get("weight_decay", 0.0)
@@ -507,9 +507,10 @@ class AnyStep(BaseStep):
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.
 
-        Return how far the base moved these down, in stacks. It is called once a step, since some
-        bases count their steps in the group.
+        Return how far the base moved these down, in stacks.
         """
+        # Call the base once a step, for all parameters: some bases count their steps in the group,
+        # and a second call for the other parameters would count twice.
         parts = parts_here(plan.parameters)
         former = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
         with _without_decay_of(plan, self.optimizer.param_groups):
@@ -549,18 +550,17 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
     count, changed = len(groups), []
     try:
         for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
-            params, decay = group["params"], group.get("weight_decay")
             directed = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
-            if not (decay and directed):
+            if not (group.get("weight_decay") and directed):
                 continue
-            changed.append((group, params, decay))
-            if any(p.grad is not None for p in decayed):
-                # Copy the values: a count may be a tensor, which both groups would move on.
-                values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
-                groups.append({**values, "params": directed, "weight_decay": 0.0})
-                group["params"] = decayed
-            else:
+            changed.append((group, group["params"], group["weight_decay"]))
+            if all(p.grad is None for p in decayed):
                 group["weight_decay"] = 0.0
+                continue
+            # Copy the values: a count may be a tensor, which both groups would move on.
+            values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            groups.append({**values, "params": directed, "weight_decay": 0.0})
+            group["params"] = decayed
         yield
     finally:
         del groups[count:]

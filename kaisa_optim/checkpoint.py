@@ -90,7 +90,8 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     elif stale or len(counts) < len(registry.group_of):  # in most steps, all have the count
         every = registry.parameters
         begun = [p for p in every if p.grad is not None or state.get(p) or p in stale]
-    # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
+    # torch.distributed.checkpoint refuses a save in which only some parameters have an entry: give
+    # each the count, covered or not.
     for p in begun:
         state[p][STEP] = count
     convention = _convention(kfac)
@@ -330,7 +331,7 @@ def _saved(layer: Layer, entries: Entries) -> tuple[dict[str, Tensor], SavedFlag
         entry = {} if p is None else entries.get(p, {})
         status = entry.get(f"{PREFIX}{layer.tag}status")
         if status is not None:
-            # The plain base, and torch's own load, keep them as floats.
+            # The plain base keeps them as floats, since torch casts what it loads.
             return entry, SavedFlags(*map(int, status.tolist()))
     return {}, SavedFlags()
 
@@ -354,7 +355,7 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
 
 
 def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str]) -> None:
-    """Refuse a state whose K-FAC part does not fit; ``keys`` are those of the whole state."""
+    # ``keys`` are those of the whole state.
     named = unwrapped(kfac.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
     layers_of: dict[Tensor | None, list[Layer]] = {}
