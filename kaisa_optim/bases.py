@@ -80,10 +80,9 @@ class BaseStep:
             # A tensor of its own: torch keeps the tensors of a loaded state, and counting in them
             # would change the state that the user still has.
             plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
-            plan.count_rows = plan.counts.unbind()
-            for entry, count in zip(plan.entries, plan.count_rows, strict=True):
+            for i, entry in enumerate(plan.entries):
                 if "step" in entry:
-                    entry["step"] = count
+                    entry["step"] = plan.counts[i]
 
     def _adopt(self, stack: ParameterStack, entries: Sequence[Entry]) -> None:
         (p, *_) = stack.parameters
@@ -109,8 +108,8 @@ class BaseStep:
             entry = self.optimizer.state[stack.parameters[row]] = plan.entries[start + row]
             if stack.momenta:
                 entry[self.momentum] = stack.momenta[row]
-            if self.counts:
-                entry["step"] = plan.count_rows[start + row]
+            if plan.counts is not None:
+                entry["step"] = plan.counts[start + row]
         return begun
 
     def facts(self, plan: CompiledPlan) -> list[Any]:

@@ -94,21 +94,20 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     # each the count, covered or not.
     for p in begun:
         state[p][STEP] = count
-    convention = _convention(kfac)
     for layer in registry.active:
         entry, facts = state.get(layer.parameters[0], {}), registry.states[layer.name]
         if STEP not in entry:
             continue
-        # In the order of SavedFlags.
+        # In the order of SavedFlags, whose last one, the convention, never changes.
         flags = [facts.has_average + 2 * facts.missed, int(facts.has_state)]
-        flags += [*map(int, layer.covers), facts.failures, convention]
+        flags += [*map(int, layer.covers), facts.failures]
         key = f"{PREFIX}{layer.tag}status"
         if key not in entry:
             for name, view in kfac.groups.of[layer].views(layer):
                 entry[f"{PREFIX}{layer.tag}{name}"] = view
-            entry[key] = torch.tensor(flags, device="cpu")
-        elif entry[key].tolist() != flags:
-            entry[key].copy_(torch.tensor(flags, device="cpu"))
+            entry[key] = torch.tensor([*flags, _convention(kfac)], device="cpu")
+        elif entry[key].tolist()[:-1] != flags:
+            entry[key][:-1] = torch.tensor(flags, device="cpu")
 
 
 def compact(state: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -364,9 +363,24 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
             layers_of.setdefault(part, []).append(layer)
     problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
     for p, entry in entries.items():
-        title = names.get(p, "a parameter")
-        problems += _malformed(title, entry, layers_of.get(p, []))
-        if entry.keys() - {STEP} and p not in layers_of:
+        title, known = names.get(p, "a parameter"), {STEP}
+        for key, value in entry.items():
+            # A count may be a plain number.
+            if not isinstance(value, Tensor) and not (key == STEP and is_real(value)):
+                problems.append(f"{title}: {key} is a {type(value).__name__}, no tensor")
+            elif key == STEP and int(value) < 0:
+                problems.append(f"{title}: {STEP} is {int(value)}, it must be 0 or more")
+        for layer in layers_of.get(p, []):
+            known.update(f"{PREFIX}{layer.tag}{name}" for name in _NAMES)
+            status = f"{PREFIX}{layer.tag}status"
+            shape = getattr(entry.get(status), "shape", _STATUS_SHAPE)
+            if shape != _STATUS_SHAPE:
+                must = f"{tuple(shape)}, it must be {_STATUS_SHAPE}"
+                problems.append(f"{layer.name}: {status} is {must}")
+        unknown = sorted(entry.keys() - known)
+        if p in layers_of:
+            problems += [f"{title}: {key} is unknown" for key in unknown]
+        elif unknown:
             problems.append(f"{title} of shape {tuple(p.shape)} has factors, but no layer")
     for layer in () if problems else kfac.registry.layers.values():
         before = layer.covers
@@ -388,24 +402,6 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
             "layers and options, or remove its kfac_ entries:\n  "
         )
         raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
-
-
-def _malformed(title: str, entry: dict[str, Tensor], layers: list[Layer]) -> Iterator[str]:
-    known = {STEP}
-    for key, value in entry.items():
-        is_number = key == STEP and is_real(value)  # as some users write it
-        if not isinstance(value, Tensor) and not is_number:
-            yield f"{title}: {key} is a {type(value).__name__}, no tensor"
-        elif key == STEP and int(value) < 0:
-            yield f"{title}: {STEP} is {int(value)}, it must be 0 or more"
-    for layer in layers:
-        known.update(f"{PREFIX}{layer.tag}{name}" for name in _NAMES)
-        status = f"{PREFIX}{layer.tag}status"
-        shape = getattr(entry.get(status), "shape", _STATUS_SHAPE)
-        if shape != _STATUS_SHAPE:
-            yield f"{layer.name}: {status} is {tuple(shape)}, it must be {_STATUS_SHAPE}"
-    for key in sorted(entry.keys() - known) if layers else ():
-        yield f"{title}: {key} is unknown"
 
 
 def _cover_as_saved(

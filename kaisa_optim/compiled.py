@@ -68,7 +68,6 @@ class CompiledPlan:
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
-        self.count_rows: Sequence[Tensor] = ()  # as the entries have them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
         # Parameters of one kind, which foreach calls take: their group's number, and their places.

@@ -57,10 +57,7 @@ class LAMB(Optimizer):
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.
-        lr: a number, or a Tensor of one element.
-        bias_correction: divide the moments by 1 - beta^t.
-        betas: two floats in [0, 1).
-        eps: added to the denominator.
+        lr, bias_correction, betas, eps: as in the equations; ``lr`` may be a Tensor of one element.
         weight_decay: decay; 0 also turns the group's trust ratio off, unless ``use_nvlamb``.
         amsgrad, set_grad_none: in their places for apex; refused unless left at their defaults.
         adam_w_mode: True decouples the decay from the moments, False adds it to the gradient (L2).
