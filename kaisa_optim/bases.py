@@ -32,6 +32,7 @@ MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
 _DECAY = 0.9  # of that momentum
 
 Entry = dict[str, Any]
+Stacks = list[ParameterStack]
 
 
 class BaseStep:
@@ -190,7 +191,7 @@ class BaseStep:
             gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]
         flags = [gradient is not None for gradient in gradients]
         plan.present = present = None if all(flags) else flags
-        of_group: list[list[ParameterStack]] = [[] for _ in groups]
+        of_group: list[Stacks] = [[] for _ in groups]
         for stack in plan.stacks:
             if stack.mine:
                 of_group[stack.number].append(stack)
@@ -210,8 +211,9 @@ class BaseStep:
         missing = [] if present is None else plan.missing(present)
         resting = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
         for group, stacks in zip(groups, of_group, strict=True):
-            if stacks:
-                self.ahead(group, stacks, plan)
+            new = self.ahead(group, stacks, plan) if stacks else ()
+            for stack, tensor in zip(stacks, new, strict=True):
+                stack.ahead = tensor
         for stack, rows, momenta in resting:
             # The foreach calls have moved whole stacks. Without the clone, SGD's momentum itself
             # would become zero where it rests.
@@ -246,10 +248,9 @@ class BaseStep:
         """Count a step of the parameters; return what the length has to know of each."""
         raise NotImplementedError
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
-        """Move the momenta; leave the tensors along which the base would step in the stacks."""
-        for stack in stacks:
-            stack.ahead = stack.buffer
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        """Move the momenta; return the tensors along which the base would step."""
+        return [stack.buffer for stack in stacks]
 
     def descend(self, plan: CompiledPlan) -> None:
         """Step along the directions in the plan's buffers."""
@@ -367,18 +368,15 @@ class AdamStep(BaseStep):
             settings.append(of_pair[number, count])
         return settings
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
         momenta: list[Any] = [stack.momentum for stack in stacks]
         gradients, beta = [stack.buffer for stack in stacks], float(group["betas"][0])
         if group.get("grad_averaging", True):
             torch._foreach_lerp_(momenta, gradients, 1 - beta)
-            ahead = torch._foreach_lerp(gradients, momenta, beta)
-        else:
-            torch._foreach_mul_(momenta, beta)
-            torch._foreach_add_(momenta, gradients)
-            ahead = torch._foreach_add(gradients, momenta, alpha=beta)
-        for stack, tensor in zip(stacks, ahead, strict=True):
-            stack.ahead = tensor
+            return torch._foreach_lerp(gradients, momenta, beta)
+        torch._foreach_mul_(momenta, beta)
+        torch._foreach_add_(momenta, gradients)
+        return torch._foreach_add(gradients, momenta, alpha=beta)
 
 
 class LAMBStep(AdamStep):
@@ -428,19 +426,16 @@ class SGDStep(BaseStep):
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
         return bool(group["momentum"] != 0)
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        gradients: list[Any] = [stack.buffer for stack in stacks]
         if group["momentum"] == 0:
-            super().ahead(group, stacks, plan)
-            return
-        gradients = [stack.buffer for stack in stacks]
+            return gradients
         momenta: list[Any] = [stack.momentum for stack in stacks]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
-        ahead: Any = momenta
         if group["nesterov"]:
-            ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
-        for stack, tensor in zip(stacks, ahead, strict=True):
-            stack.ahead = tensor
+            return torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        return momenta
 
     def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
         begun, group = super()._begin(stack, plan), self.optimizer.param_groups[stack.number]
@@ -493,15 +488,17 @@ class AnyStep(BaseStep):
             stack.buffer = gradient
         return numbers
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        ahead: list[Tensor] = []
         for stack in stacks:
             if stack.momentum is not None:
-                stack.ahead = stack.momentum.lerp_(stack.buffer, 1 - _DECAY)
+                ahead.append(stack.momentum.lerp_(stack.buffer, 1 - _DECAY))
                 continue
             pairs = zip(plan.entries[stack.at], stack.parameters, strict=True)
             # A parameter without a gradient makes no direction, whatever momentum it has.
             momenta: Any = [None if p.grad is None else entry["exp_avg"] for entry, p in pairs]
-            stack.ahead = stack.stacked(parts_here(momenta))
+            ahead.append(stack.stacked(parts_here(momenta)))
+        return ahead
 
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.

@@ -254,7 +254,7 @@ FAULTS = (
           "        for p, gradient in former:\n            p.grad = gradient\n", "        pass\n",
           "optim/test_mixin.py -k grad_is_left"),
     Fault("directions follow Adam's momentum without its look ahead", "bases.py",
-          "ahead = torch._foreach_lerp(gradients, momenta, beta)", "ahead = momenta",
+          "return torch._foreach_lerp(gradients, momenta, beta)", "return momenta",
           "curvature/test_polar.py -k bases_own"),
     Fault("maximize descends", "bases.py", "        if up:\n", "        if False:\n",
           "optim/test_conformance.py -k maximizing"),
