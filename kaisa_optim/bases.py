@@ -7,8 +7,6 @@ checkpoints go from one to the other. Ranks that only receive a direction keep n
 from __future__ import annotations
 
 import copy
-import itertools
-import operator
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +22,8 @@ from .compiled import CompiledPlan
 from .curvature.group import ParameterStack
 from .curvature.lengths import AdamLength, AdamSettings, BaseNumbers, FallLength, Length, SGDLength
 from .errors import invalid
-from .lamb import LAMB, clipped_gradients, math_dtype, rate_for
-from .options import Group, rate_of
+from .lamb import LAMB, Pairs, math_dtype, rate_for
+from .options import Group
 
 if TYPE_CHECKING:
     from .optimizer import KFACMixin
@@ -33,11 +31,8 @@ if TYPE_CHECKING:
 MOMENTUM = "kfac-momentum"  # of a base that keeps no momentum of the gradient
 _DECAY = 0.9  # of that momentum
 
-# What a plan depends on of each parameter.
-_FACTS = id, operator.attrgetter("device", "dtype"), operator.methodcaller("stride")
-
 Entry = dict[str, Any]
-Pairs = list[tuple[Tensor, Tensor | None]]  # parameters, and gradients for the base
+Stacks = list[ParameterStack]
 
 
 class BaseStep:
@@ -45,41 +40,36 @@ class BaseStep:
 
     length: type[Length]
     momentum = "exp_avg"  # the momentum's key in the base's entry
-    second: tuple[str, ...] = ()  # keys of second moments; one number a block takes their place
-    measures: str | None = ""  # what the length measures of gradients; None: nothing of them
+    second = ""  # the key of second moments, if one number a block takes their place
+    measures = True  # follow() sums over blocks what the length needs of gradients
     turns = True  # gradients are turned around where the base maximizes
-    limits = False  # the base limits gradients of all parameters together
+    limits = False  # the base limits gradients of all parameters together, to max_grad_norm
     counts = False  # entries have a count of steps, on all ranks
+    rated = True  # directions are still to be multiplied by the learning rate
     idle: Any = ()  # the settings of a parameter without a gradient; empty: there are none
-    held: tuple[str, ...] = ("exp_avg", "step")  # keys of K-FAC's tensors in the entries
 
     def __init__(self, optimizer: KFACMixin) -> None:
         # A strong reference would be a circle, which keeps a model's tensors until Python looks.
         self.optimizer: KFACMixin = weakref.proxy(optimizer)
         self.stepped: set[Tensor] = set()  # parameters that K-FAC stepped in place of the base
 
-    def limited(self) -> Pairs:
-        """Return gradients that the base limits for all parameters together."""
-        return []
-
     # ---- entries ----
 
     def adopt(self, plan: CompiledPlan) -> None:
         """Take over the entries of the plan's parameters: momenta, counts, second moments.
 
-        The entries get views of the plan's tensors; momenta are kept where ``mine`` says so alone.
+        The entries get views of the plan's tensors. A rank that only receives the directions of a
+        parameter drops the momentum.
         """
         plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
-            entries = plan.entries[stack.at]
-            former: list[Any] = [entry.pop(name, None) for name in self.second for entry in entries]
-            former = former[: len(entries)]  # of the first name alone
+            entries, stack.fresh = plan.entries[stack.at], []
+            former = [entry.pop(self.second, None) for entry in entries if self.second]
             if stack.mine and any(x is not None for x in former):
                 stack.former = stack.stacked(parts_here(former))
-            stack.fresh = []
-            if stack.mine and self.keeps(self.optimizer.param_groups[stack.number]):
-                self._adopt(stack, entries, self.momentum)
-            else:
+            if stack.mine and self.keeps(self.optimizer.param_groups[stack.number], entries):
+                self._adopt(stack, entries)
+            else:  # a load brings momenta of all ranks, or takes them away
                 stack.momentum, stack.momenta = None, []
                 for entry in entries:
                     entry.pop(self.momentum, None)
@@ -88,92 +78,100 @@ class BaseStep:
                 stack.fresh = sorted({*stack.fresh, *without})
         if self.counts:
             counts = [float(entry.get("step", 0)) for entry in plan.entries]
-            # Counting in place must not change a state that was loaded, whose tensors torch keeps.
+            # A tensor of its own: torch keeps the tensors of a loaded state, and counting in them
+            # would change the state that the user still has.
             plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
-            plan.count_rows = plan.counts.unbind()
-            for entry, count in zip(plan.entries, plan.count_rows, strict=True):
+            for i, entry in enumerate(plan.entries):
                 if "step" in entry:
-                    entry["step"] = count
+                    entry["step"] = plan.counts[i]
 
-    def _adopt(self, stack: ParameterStack, entries: Sequence[Entry], key: str) -> None:
+    def _adopt(self, stack: ParameterStack, entries: Sequence[Entry]) -> None:
         (p, *_) = stack.parameters
         if not is_sharded(p):
-            stack.adopt(key, entries)
+            stack.adopt(self.momentum, entries)
             return
-        momentum = entries[0].get(key)
+        # A sharded parameter has a stack of its own, and its entry the sharded momentum: a row of
+        # this rank's part would be saved by torch.distributed.checkpoint as if it were the whole.
+        momentum = entries[0].get(self.momentum)
         stack.fresh = [0] if momentum is None else []
         if momentum is None:
             momentum = torch.zeros_like(p, memory_format=torch.preserve_format)
         stack.momentum, stack.momenta = local(momentum)[None], [momentum]
 
     def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
-        """Give entries to parameters that take their first gradient; return their rows."""
+        # Return the rows of parameters that take their first gradient, and have entries now.
         flags, start = plan.present, stack.at.start
         begun = [row for row in stack.fresh if flags is None or flags[start + row]]
         stack.fresh = [row for row in stack.fresh if row not in begun]
         for row in begun:
+            # The plan's own dictionary goes into the state, so that facts() reads what users read.
+            # With a copy, the plan would be compiled again after each first gradient.
             entry = self.optimizer.state[stack.parameters[row]] = plan.entries[start + row]
             if stack.momenta:
                 entry[self.momentum] = stack.momenta[row]
-            if self.counts:
-                entry["step"] = plan.count_rows[start + row]
+            if plan.counts is not None:
+                entry["step"] = plan.counts[start + row]
         return begun
 
     def facts(self, plan: CompiledPlan) -> list[Any]:
         """Return what a plan depends on: parameters, their layouts, kept momenta, and entries.
 
-        An id is safe here, since the plan holds the parameters. Users may replace entries, or their
-        tensors. Which layers have a state is no part of the facts: what changes that sets the
-        plan's facts to None.
+        Which layers have a state is no part of the facts: what changes that sets the plan's facts
+        to None.
         """
         groups, entries = self.optimizer.param_groups, [*self.optimizer.state.values()]
         parameters = [p for group in groups for p in group["params"]]
-        counts = [x.get(checkpoint.STEP) for x in entries if isinstance(x, dict)]
-        tensors = [entry.get(key) for key in self.held for entry in plan.entries]
+        keys = [self.momentum, "step"] if self.counts else [self.momentum]
+        # Users may replace entries, or their tensors. Ids are safe only since the plan holds what
+        # it was compiled from: a new object may have the id of one that is gone.
         return [
-            *[[*map(fact, parameters)] for fact in _FACTS],
+            [*map(id, parameters)],
+            [(p.device, p.dtype, p.stride()) for p in parameters],
             [(len(group["params"]), group.get("momentum") == 0) for group in groups],
-            *[[*map(id, parts)] for parts in (entries, counts, tensors)],
+            [*map(id, entries)],
+            [id(x.get(checkpoint.STEP)) for x in entries if isinstance(x, dict)],
+            [id(entry.get(key)) for key in keys for entry in plan.entries],
         ]
 
     def let_go(self, plan: CompiledPlan) -> None:
         """Empty the entries of parameters that leave, before the base steps them."""
         for p in plan.leaving:
+            # A parameter without a gradient is not stepped: frozen, it keeps its momentum.
             if p.grad is not None and p in self.stepped:
                 if p in self.optimizer.state:  # it may have left the optimizer, too
                     self.release(self.optimizer.state[p])
                 self.stepped.discard(p)
                 self.optimizer._published = -1, 0  # the entry lacks K-FAC's part now
 
-    def keeps(self, group: Group) -> bool:
-        """Return whether parameters of this group have a momentum."""
+    def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
+        """Return whether K-FAC keeps the momenta of such entries."""
         return True
 
     def spreads(self, group: Group, entry: Entry) -> bool:
-        """Return whether a parameter has a momentum that gradient workers alone keep."""
-        return self.keeps(group)
+        """Return whether gradient workers alone keep the momentum, as all ranks must answer."""
+        return self.keeps(group, [])
 
-    def momenta(self, ready: Collection[Tensor], mine: Collection[Tensor]) -> dict[Tensor, Tensor]:
-        """Return the momenta of ``ready`` parameters; of those that are not ``mine``, an empty one.
+    def momenta(
+        self, ready: Collection[Tensor], applied: Collection[Tensor]
+    ) -> dict[Tensor, Tensor]:
+        """Return the momenta of ``ready`` parameters, alike on all ranks.
 
-        The keys are alike on all ranks.
+        Of parameters that are not ``applied`` on this rank, the momenta are empty.
         """
         momenta: dict[Tensor, Tensor] = {}
         for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p in ready and self.spreads(group, self.optimizer.state[p]):
-                    momentum = self.optimizer.state[p].get(self.momentum) if p in mine else None
-                    if momentum is None:
-                        shape = p.shape if p in mine else (0,)
-                        momentum = torch.zeros(shape, dtype=p.dtype, device=p.device)
-                    momenta[p] = momentum
+            for p in [p for p in group["params"] if p in ready]:
+                entry = self.optimizer.state[p]
+                if self.spreads(group, entry):
+                    shape = p.shape if p in applied else (0,)
+                    zeros = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                    momenta[p] = entry.get(self.momentum, zeros) if p in applied else zeros
         return momenta
 
     def release(self, entry: Entry) -> None:
-        """Empty the entry of a parameter that the base is to step again: it starts anew.
-
-        Only some ranks have the momentum.
-        """
+        """Empty the entry of a parameter that the base is to step again: it starts anew."""
+        # Counts go, too, although all ranks have them: with a count of many steps, the base would
+        # not correct the bias of a momentum of one step.
         entry.clear()
 
     def open(self, plan: CompiledPlan) -> None:
@@ -193,49 +191,50 @@ class BaseStep:
             gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]
         flags = [gradient is not None for gradient in gradients]
         plan.present = present = None if all(flags) else flags
-        of_group: list[list[ParameterStack]] = [[] for _ in groups]
+        of_group: list[Stacks] = [[] for _ in groups]
         for stack in plan.stacks:
-            if stack.mine or stack.is_partial:
-                stack.buffer = stack.stacked(gradients[stack.at])
-            else:
-                stack.buffer = stack.empty()
             if stack.mine:
                 of_group[stack.number].append(stack)
+            # A receiver needs the gradient of a part that no layer covers: it moves by the buffer
+            # as it is. Deliveries overwrite all other buffers.
+            needed = stack.mine or stack.is_partial
+            stack.buffer = stack.stacked(gradients[stack.at]) if needed else stack.empty()
         settings = self.settings(plan, groups) if self.idle else []
-        if present is not None and settings:
-            settings = [x if own else self.idle for x, own in zip(settings, present, strict=True)]
-        # Receivers, too: a part that no layer covers moves by the buffer as it is.
         up = [x.buffer for x in plan.stacks if self.turns and groups[x.number].get("maximize")]
         if up:
             torch._foreach_neg_(up)
         for stack in plan.stacks:
             if stack.fresh:
                 self._begin(stack, plan)
-        if self.measures is not None:
-            self._measure(plan, self.measures)
+        if self.measures:
+            self._measure(plan)
         missing = [] if present is None else plan.missing(present)
-        rests = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
+        resting = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
         for group, stacks in zip(groups, of_group, strict=True):
-            if stacks:
-                self.ahead(group, stacks, plan)
-        for stack, rows, momenta in rests:
+            new = self.ahead(group, stacks, plan) if stacks else ()
+            for stack, tensor in zip(stacks, new, strict=True):
+                stack.ahead = tensor
+        for stack, rows, momenta in resting:
+            # The foreach calls have moved whole stacks. Without the clone, SGD's momentum itself
+            # would become zero where it rests.
             if stack.ahead is stack.momentum:
                 stack.ahead = stack.momentum.clone()
             stack.ahead[rows] = 0
             assert stack.momentum is not None
             stack.momentum[rows] = momenta
-        # The last of each list is of a parameter without a place.
-        rates: list[Any] = [1.0 if group.get("lr") is None else group["lr"] for group in groups]
-        for i, rate in enumerate(rates):
-            if isinstance(rate, Tensor) and rate.device.type == "cpu":
-                rates[i] = float(rate)
+        rates: list[Any] = []
+        for group in groups:
+            rate = 1.0 if group.get("lr") is None else group["lr"]
+            on_host = isinstance(rate, Tensor) and rate.device.type == "cpu"
+            rates.append(float(rate) if on_host else rate)
+        # The last of each list is of a parameter without a place, which has the index -1.
         return BaseNumbers(
             [*rates, 0.0], [*settings, self.idle], None if present is None else [*present, False]
         )
 
-    def _measure(self, plan: CompiledPlan, measures: str) -> None:
+    def _measure(self, plan: CompiledPlan) -> None:
         """Sum over blocks what the length needs: of the buffers, and of the parameters' squares."""
-        rows: list[Tensor] = []
+        measures, rows = self.length.measures, list[Tensor]()
         for stack in plan.stacks if measures else ():
             rows += stack.buffer.unbind()
         for share in plan.made:
@@ -247,11 +246,11 @@ class BaseStep:
 
     def settings(self, plan: CompiledPlan, groups: list[Group]) -> list[Any]:
         """Count a step of the parameters; return what the length has to know of each."""
-        return []
-
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
-        """Move the momenta; leave the tensors along which the base would step in the stacks."""
         raise NotImplementedError
+
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        """Move the momenta; return the tensors along which the base would step."""
+        return [stack.buffer for stack in stacks]
 
     def descend(self, plan: CompiledPlan) -> None:
         """Step along the directions in the plan's buffers."""
@@ -267,17 +266,22 @@ class BaseStep:
     def _move(
         self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
     ) -> None:
-        """Step along directions, which may be overwritten; weights decay apart from them."""
+        # Directions may be overwritten. Weights decay before they move, as in torch.
         if plan.has_shards:
             params = parts_here(params)
-        lr, decay = group["lr"], group.get("weight_decay", 0.0)
+        lr, decay = group.get("lr"), group.get("weight_decay", 0.0)
         if isinstance(lr, Tensor):
             lr = rate_for(lr, params[0])
+        elif lr is None:  # of a base that finds its rate in each step
+            lr = 1.0
         if decay != 0:
             torch._foreach_mul_(params, 1 - lr * self.decay_of(group, decay))
-        if isinstance(lr, Tensor):
+        if not self.rated:
+            lr = 1
+        elif isinstance(lr, Tensor):
             torch._foreach_mul_(directions, lr)
-        torch._foreach_sub_(params, directions, alpha=1 if isinstance(lr, Tensor) else lr)
+            lr = 1
+        torch._foreach_sub_(params, directions, alpha=lr)
 
     def decay_of(self, group: Group, decay: Any) -> Any:
         """Return the decay of a step, for the group's own."""
@@ -301,24 +305,19 @@ class BaseStep:
 class RawStep(BaseStep):
     """Any base under the papers' rules: it steps all parameters by preconditioned gradients."""
 
-    turns = False  # the base does, where it maximizes
-    measures = None
+    # The base turns gradients around itself, where it maximizes: a second turn would descend.
+    turns = measures = False
 
     def adopt(self, plan: CompiledPlan) -> None:
         """Leave the entries to the base."""
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
-        for stack in stacks:
-            stack.ahead = stack.buffer
-
     def descend(self, plan: CompiledPlan) -> None:
         rows = [row for stack in plan.stacks for row in stack.buffer.unbind()]
-        pairs: Pairs = [
-            (p, sharded_like(p, x) if is_sharded(p) else x)
-            for p, x in zip(plan.parameters, rows, strict=True)
-        ]
-        if plan.present is not None:
-            pairs = [*itertools.compress(pairs, plan.present)]
+        pairs: Pairs = []
+        for i, (p, row) in enumerate(zip(plan.parameters, rows, strict=True)):
+            # The base must not see a gradient where the user's backward pass left none.
+            if plan.present is None or plan.present[i]:
+                pairs.append((p, sharded_like(p, row) if is_sharded(p) else row))
         with gradients_of(pairs):
             self.optimizer.base_step()
 
@@ -336,44 +335,48 @@ class RawStep(BaseStep):
 class AdamStep(BaseStep):
     """Adam and AdamW: directions follow the first moment, looking ahead as Nesterov's."""
 
-    length, measures = AdamLength, AdamLength.measures
-    second = ("exp_avg_sq", "max_exp_avg_sq")
+    length = AdamLength
+    second = "exp_avg_sq"
     counts = True
     idle = AdamSettings(0.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 
     def settings(self, plan: CompiledPlan, groups: list[Group]) -> list[Any]:
-        if self.counts:
-            assert plan.counts is not None
-            present = plan.present
+        present = plan.present
+        if plan.counts is not None:
             plan.counts.add_(1 if present is None else torch.tensor(present, device="cpu"))
-            pairs = [*zip(plan.numbers, plan.counts.tolist(), strict=True)]
+            counts = plan.counts.tolist()
         else:
-            pairs = [(number, groups[number].get("step", 0) + 1) for number in plan.numbers]
+            counts = [groups[number].get("step", 0) + 1 for number in plan.numbers]
         of_pair: dict[tuple[int, float], AdamSettings] = {}
-        for number, count in set(pairs):
-            group = groups[number]
-            beta1, beta2 = map(float, group["betas"])
-            # The look ahead is one step further.
-            rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
-            all2 = rest2
-            if not group.get("bias_correction", True):
-                rest1 = rest2 = 1.0
-            settings = AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
-            of_pair[number, count] = settings
-        return [of_pair[pair] for pair in pairs]
+        settings: list[AdamSettings] = []
+        for i, (number, count) in enumerate(zip(plan.numbers, counts, strict=True)):
+            if present is not None and not present[i]:
+                settings.append(self.idle)
+                continue
+            # One object for all parameters of a kind: the length takes different objects for
+            # different settings, and would make tensors of its numbers.
+            if (number, count) not in of_pair:
+                group = groups[number]
+                beta1, beta2 = map(float, group["betas"])
+                # The look ahead is one step further.
+                rest1, rest2 = 1 - beta1 ** (count + 1), 1 - beta2**count
+                all2 = rest2
+                if not group.get("bias_correction", True):
+                    rest1 = rest2 = 1.0
+                made = AdamSettings(beta2, 1 - beta2, all2, rest1, rest2, float(group["eps"]))
+                of_pair[number, count] = made
+            settings.append(of_pair[number, count])
+        return settings
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
-        momenta, gradients = ([getattr(x, n) for x in stacks] for n in ("momentum", "buffer"))
-        beta = float(group["betas"][0])
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        momenta: list[Any] = [stack.momentum for stack in stacks]
+        gradients, beta = [stack.buffer for stack in stacks], float(group["betas"][0])
         if group.get("grad_averaging", True):
             torch._foreach_lerp_(momenta, gradients, 1 - beta)
-            ahead = torch._foreach_lerp(gradients, momenta, beta)
-        else:
-            torch._foreach_mul_(momenta, beta)
-            torch._foreach_add_(momenta, gradients)
-            ahead = torch._foreach_add(gradients, momenta, alpha=beta)
-        for stack, tensor in zip(stacks, ahead, strict=True):
-            stack.ahead = tensor
+            return torch._foreach_lerp(gradients, momenta, beta)
+        torch._foreach_mul_(momenta, beta)
+        torch._foreach_add_(momenta, gradients)
+        return torch._foreach_add(gradients, momenta, alpha=beta)
 
 
 class LAMBStep(AdamStep):
@@ -382,21 +385,20 @@ class LAMBStep(AdamStep):
     limits = True
     counts = False
 
-    def limited(self) -> Pairs:
-        return clipped_gradients(self.optimizer.param_groups)
-
     def rest(self, plan: CompiledPlan) -> None:
         present, groups = plan.present, self.optimizer.param_groups
         stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
         counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(groups)]
         limits = [group["max_grad_norm"] for group in groups]
         try:
-            for group in groups:  # the gradients are limited already
+            # The gradients are limited already, by a norm that the plan's parameters were part of.
+            for group in groups:
                 group["max_grad_norm"] = None
             super().rest(plan)
         finally:
             for group, limit, count in zip(groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
+                # The base has counted this step already, if it stepped parameters of the group.
                 group["step"] = max(count, group.get("step", 0))
 
     def _move(
@@ -418,31 +420,28 @@ class LAMBStep(AdamStep):
 class SGDStep(BaseStep):
     """SGD: directions follow its momentum, or the gradient where it has none."""
 
-    length, measures = SGDLength, SGDLength.measures
-    momentum, held = "momentum_buffer", ("momentum_buffer",)
+    length = SGDLength
+    momentum = "momentum_buffer"
 
-    def keeps(self, group: Group) -> bool:
+    def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
         return bool(group["momentum"] != 0)
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
-        gradients = [stack.buffer for stack in stacks]
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        gradients: list[Any] = [stack.buffer for stack in stacks]
         if group["momentum"] == 0:
-            for stack in stacks:
-                stack.ahead = stack.buffer
-            return
+            return gradients
         momenta: list[Any] = [stack.momentum for stack in stacks]
         torch._foreach_mul_(momenta, group["momentum"])
         torch._foreach_add_(momenta, gradients, alpha=1 - group["dampening"])
-        ahead: Any = momenta
         if group["nesterov"]:
-            ahead = torch._foreach_add(gradients, momenta, alpha=group["momentum"])
-        for stack, tensor in zip(stacks, ahead, strict=True):
-            stack.ahead = tensor
+            return torch._foreach_add(gradients, momenta, alpha=group["momentum"])
+        return momenta
 
     def _begin(self, stack: ParameterStack, plan: CompiledPlan) -> list[int]:
         begun, group = super()._begin(stack, plan), self.optimizer.param_groups[stack.number]
         if begun and stack.momentum is not None and stack.buffer is not None:
-            # The first momentum is to be the gradient: dampening begins in the second step.
+            # The first momentum is to be the gradient, as in torch: dampening begins in the second
+            # step. ahead() multiplies by the momentum and adds 1 - dampening of the gradient.
             share = float(group["dampening"]) / float(group["momentum"])
             for row in begun if share else ():
                 stack.momentum[row].add_(stack.buffer[row], alpha=share)
@@ -464,66 +463,63 @@ class AnyStep(BaseStep):
     Its step says how far the loss is to fall. Its state is kept on all ranks.
     """
 
-    length, measures = FallLength, None
-    momentum, held = MOMENTUM, (MOMENTUM,)
+    length = FallLength
+    measures = False  # before the base's step is known
+    momentum = MOMENTUM
+    rated = False  # the rate is in the lengths already
 
-    def adopt(self, plan: CompiledPlan) -> None:
-        plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
-        for stack in plan.stacks:
-            entries, stack.fresh = plan.entries[stack.at], []
-            if not stack.mine:
-                for entry in entries:
-                    entry.pop(MOMENTUM, None)  # a loaded state has those of all ranks
-            elif any(MOMENTUM in entry for entry in entries):
-                self._adopt(stack, entries, MOMENTUM)
-            else:  # a load may have taken the momenta away
-                stack.momentum, stack.momenta = None, []
-
-    def keeps(self, group: Group) -> bool:
-        return False  # as a rule, the base keeps one on all ranks
+    def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
+        # As a rule, the base keeps a momentum on all ranks; :meth:`_steps` finds out where not.
+        return any(MOMENTUM in entry for entry in entries)
 
     def spreads(self, group: Group, entry: Entry) -> bool:
         return "exp_avg" not in entry
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
         steps = self._steps(plan)
-        if not all(plan.entries):  # the base has made new ones
-            plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         numbers = super().follow(plan)
+        # The length needs the sums of ⟨M, -U⟩, and takes what it measures from the buffers. The
+        # gradients return there, for parts that no layer covers.
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
             stack.buffer = stack.ahead * step if stack.mine else stack.buffer
-        self._measure(plan, FallLength.measures)
+        self._measure(plan)
         for stack, gradient in zip(plan.stacks, gradients, strict=True):
             stack.buffer = gradient
         return numbers
 
-    def ahead(self, group: Group, stacks: list[ParameterStack], plan: CompiledPlan) -> None:
+    def ahead(self, group: Group, stacks: Stacks, plan: CompiledPlan) -> Sequence[Tensor]:
+        ahead: list[Tensor] = []
         for stack in stacks:
-            entries = plan.entries[stack.at]
-            graded = [True] * len(entries) if plan.present is None else plan.present[stack.at]
-            both = [*zip(entries, graded, strict=True)]
-            if all("exp_avg" in entry for entry, is_graded in both if is_graded):
-                own: Any = [entry["exp_avg"] if is_graded else None for entry, is_graded in both]
-                stack.ahead = stack.stacked(parts_here(own))
+            if stack.momentum is not None:
+                ahead.append(stack.momentum.lerp_(stack.buffer, 1 - _DECAY))
                 continue
-            if stack.momentum is None:  # the base has none: K-FAC keeps them
-                self._adopt(stack, entries, MOMENTUM)
-                self._begin(stack, plan)
-            assert stack.momentum is not None
-            stack.ahead = stack.momentum.lerp_(stack.buffer, 1 - _DECAY)
+            pairs = zip(plan.entries[stack.at], stack.parameters, strict=True)
+            # A parameter without a gradient makes no direction, whatever momentum it has.
+            momenta: Any = [None if p.grad is None else entry["exp_avg"] for entry, p in pairs]
+            ahead.append(stack.stacked(parts_here(momenta)))
+        return ahead
 
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
         """Let the base step all parameters, and put the plan's back where they were.
 
-        Return how far the base moved these down, in stacks. It is called once a step, since some
-        bases count their steps in the group.
+        Return how far the base moved these down, in stacks.
         """
+        # Call the base once a step, for all parameters: some bases count their steps in the group,
+        # and a second call for the other parameters would count twice.
         parts = parts_here(plan.parameters)
         former = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
         with _without_decay_of(plan, self.optimizer.param_groups):
             self.optimizer.base_step()
-        parts = parts_here(plan.parameters)
+        if not all(plan.entries):  # the base has made new ones
+            plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
+        for stack in plan.stacks:
+            pairs = zip(plan.entries[stack.at], stack.parameters, strict=True)
+            stepped = [entry for entry, p in pairs if p.grad is not None]
+            is_kept = all("exp_avg" in entry for entry in stepped)
+            if stack.mine and stack.momentum is None and not is_kept:
+                self._adopt(stack, plan.entries[stack.at])  # the base has none: K-FAC keeps them
+        parts = parts_here(plan.parameters)  # some bases replace a parameter's data
         moved = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
         for stack, tensor in zip(plan.stacks, former, strict=True):
             torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
@@ -535,25 +531,10 @@ class AnyStep(BaseStep):
     def open(self, plan: CompiledPlan) -> None:
         """Let the base make its entries, in a step that is taken back."""
         self._steps(plan)
-        plan.entries = [self.optimizer.state[p] for p in plan.parameters]
-        for stack in plan.stacks:
-            entries = plan.entries[stack.at]
-            if stack.mine and not all("exp_avg" in entry for entry in entries):
-                self._adopt(stack, entries, MOMENTUM)
-                self._begin(stack, plan)
+        super().open(plan)
 
     def release(self, entry: Entry) -> None:
         entry.pop(MOMENTUM, None)
-
-    def _move(
-        self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
-    ) -> None:
-        # The learning rate is in the lengths already; a decay goes by it.
-        params = parts_here(params)
-        if group.get("weight_decay", 0.0) != 0:
-            rate = rate_for(rate_of(group), params[0])
-            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-        torch._foreach_sub_(params, directions)
 
 
 @contextmanager
@@ -565,18 +546,17 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
     count, changed = len(groups), []
     try:
         for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
-            params, decay = group["params"], group.get("weight_decay")
-            apart = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
-            if not (decay and apart):
+            directed = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
+            if not (group.get("weight_decay") and directed):
                 continue
-            changed.append((group, params, decay))
-            if any(p.grad is not None for p in decayed):
-                # Copy the values: a count may be a tensor, which both groups would move on.
-                values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
-                groups.append({**values, "params": apart, "weight_decay": 0.0})
-                group["params"] = decayed
-            else:
+            changed.append((group, group["params"], group["weight_decay"]))
+            if all(p.grad is None for p in decayed):
                 group["weight_decay"] = 0.0
+                continue
+            # Copy the values: a count may be a tensor, which both groups would move on.
+            values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+            groups.append({**values, "params": directed, "weight_decay": 0.0})
+            group["params"] = decayed
         yield
     finally:
         del groups[count:]
@@ -586,21 +566,17 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
 
 def lacks_second(base: BaseStep | type[BaseStep], entry: Any) -> bool:
     """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
-    if not (base.second and entry and isinstance(entry, dict)):  # some bases keep other values
-        return False
-    own = {key for key in entry if not str(key).startswith(checkpoint.PREFIX)}
-    return own <= {base.momentum, "step"}
+    # Some bases keep other values than entries.
+    return bool(base.second and entry and isinstance(entry, dict) and base.second not in entry)
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
-    """Return the part of a base: of torch's classes themselves, and of LAMB.
-
-    A subclass may have a step of its own, and counts as any other base; so does Adam with amsgrad
-    or with betas on a device.
-    """
+    """Return the part of a base: of torch's classes themselves, and of LAMB."""
     if base in (Adam, AdamW):
         tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
         return AnyStep if defaults["amsgrad"] or tensors else AdamStep
+    # Look up the class itself: a subclass of SGD may have a step of its own, which counts as any
+    # other base's.
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
     return kinds.get(base, AnyStep)
 
@@ -608,11 +584,11 @@ def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
 @contextmanager
 def gradients_of(new: Pairs) -> Iterator[None]:
     """Let the base see these gradients, and leave ``p.grad`` as the user's backward made it."""
-    old = [(p, p.grad) for p, _ in new]
+    former = [(p, p.grad) for p, _ in new]
     try:
         for p, gradient in new:
             p.grad = gradient
         yield
     finally:
-        for p, own in old:
-            p.grad = own
+        for p, gradient in former:
+            p.grad = gradient

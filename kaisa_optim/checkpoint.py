@@ -8,10 +8,9 @@ A state that is loaded may be of the optimizer's class, of its base's, or of an 
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
-_STATUS_SHAPE = (6,)  # averages, state, covers of weight and of bias, failures, convention
 # Names of a layer's tensors, of any rule.
 _NAMES = {"status", *(x.name for rule in RULES for x in rule.sizes.of_gradient)}
 _NAMES |= {
@@ -42,10 +40,28 @@ _NAMES |= {
     for x in (*rule.sizes.of_owner, *rule.sizes.of_factor)
     for side in "ag"
 }
-_SCALE_FREE = 5  # in a code: G has no scale, and the base's momenta are of raw gradients
+_SCALE_FREE = 5  # in a convention: G has no scale, and the base's momenta are of raw gradients
 
 State = MutableMapping[Tensor, dict[str, Any]]
 Entries = dict[Tensor, dict[str, Tensor]]
+
+
+class SavedFlags(NamedTuple):
+    """Facts of one layer, as ``kfac_status`` has them in this order."""
+
+    averages: int = 0  # 1 if there are averages, and 2 for each slot that was missed
+    state: int = 0  # whether a refresh has made state
+    weight: int = 0  # whether the factors cover the weight
+    bias: int = 0
+    failures: int = 0  # refreshes that failed in a row
+    convention: int = 0  # a code of the factors' meaning
+
+    @property
+    def covers(self) -> tuple[bool, bool]:
+        return bool(self.weight), bool(self.bias)
+
+
+_STATUS_SHAPE = (len(SavedFlags._fields),)
 
 
 # ---- in the live state ----
@@ -58,9 +74,9 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     for the sign of a first step. After a load, ``only`` has the parameters that had an entry in the
     loaded state.
     """
-    count, registry, published = kfac.step_count, kfac.registry, kfac.groups.published
-    parameters = registry.parameters
-    # The tensors of an earlier layout, which has a step count of its own, go: layers may be gone.
+    count, registry = kfac.step_count, kfac.registry
+    # Another count is of an earlier layout. All tensors of that layout go: a layer may be gone, and
+    # its tensors would stay in every save.
     counts = [(p, x[STEP]) for p, x in state.items() if isinstance(x, dict) and STEP in x]
     stale = {p for p, former in counts if former is not count}
     for p in stale:
@@ -70,36 +86,41 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             del state[p]
     begun: list[Tensor] = []
     if only is not None:
-        begun = [p for p in parameters if p in only]
+        begun = [p for p in registry.parameters if p in only]
     elif stale or len(counts) < len(registry.group_of):  # in most steps, all have the count
-        begun = [p for p in parameters if p.grad is not None or state.get(p) or p in stale]
-    # Every entry has the step count: torch.distributed.checkpoint wants one for every parameter.
+        every = registry.parameters
+        begun = [p for p in every if p.grad is not None or state.get(p) or p in stale]
+    # torch.distributed.checkpoint refuses a save in which only some parameters have an entry: give
+    # each the count, covered or not.
     for p in begun:
         state[p][STEP] = count
     for layer in registry.active:
-        entry, flags = state.get(layer.parameters[0], {}), registry.states[layer.name]
-        if STEP in entry:
-            key, averages = f"{PREFIX}{layer.tag}status", flags.has_average + 2 * flags.missed
-            values = [averages, int(flags.has_state), *map(int, layer.covers), flags.failures]
-            if key not in entry:
-                for name, view in kfac.groups.of[layer].views(layer):
-                    entry[f"{PREFIX}{layer.tag}{name}"] = view
-                entry[key] = torch.tensor([*values, _convention(kfac)], device="cpu")
-            elif published.get(layer) != values:
-                entry[key][:-1] = torch.tensor(values, device="cpu")
-            published[layer] = values
+        entry, facts = state.get(layer.parameters[0], {}), registry.states[layer.name]
+        if STEP not in entry:
+            continue
+        # In the order of SavedFlags, whose last one, the convention, never changes.
+        flags = [facts.has_average + 2 * facts.missed, int(facts.has_state)]
+        flags += [*map(int, layer.covers), facts.failures]
+        key = f"{PREFIX}{layer.tag}status"
+        if key not in entry:
+            for name, view in kfac.groups.of[layer].views(layer):
+                entry[f"{PREFIX}{layer.tag}{name}"] = view
+            entry[key] = torch.tensor([*flags, _convention(kfac)], device="cpu")
+        elif entry[key].tolist()[:-1] != flags:
+            entry[key][:-1] = torch.tensor(flags, device="cpu")
 
 
-def apart(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return entries with memory of their own: a pickled row would take its whole stack along."""
-    copies = dict(state)
+def compact(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return entries with memory of their own."""
+    compacted = dict(state)
     for key, entry in state.items():
         if isinstance(entry, dict):
-            copies[key] = copy = dict(entry)
+            compacted[key] = values = dict(entry)
             for name, value in entry.items():
+                # A row of a stack must be copied: pickle would write the whole stack for each row.
                 if type(value) is Tensor and value.untyped_storage().nbytes() > value.nbytes:
-                    copy[name] = value.clone()
-    return copies
+                    values[name] = value.clone()
+    return compacted
 
 
 def take_entries(state: Any) -> Entries:
@@ -152,23 +173,22 @@ def consolidate(
 
 def _tensors(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
     """Yield a layer's tensors on all ranks, with the rank that sends each: the factor's owner."""
-    group, sizes, blocks = kfac.groups.of.get(layer), kfac.groups.sizes, layer.blocks
+    group, sizes = kfac.groups.of.get(layer), kfac.groups.sizes
     views = {} if group is None else dict(group.views(layer))  # a frozen layer has no group
     average, stored = kfac.options.factor_dtype, kfac.rule.dtype
-    g, a = stack_key(layer, "g"), stack_key(layer, "a")
-    parts = []
+    g, a, parts = stack_key(layer, "g"), stack_key(layer, "a"), []
     for side, key in (("a", a), ("g", g)):
-        owned = specs_of(sizes.of_owner, blocks, key[:2], average, key.dtype)
-        applied = specs_of(sizes.of_factor, blocks, key[:2], stored, key.dtype)
+        owned = specs_of(sizes.of_owner, layer.blocks, key[:2], average, key.dtype)
+        applied = specs_of(sizes.of_factor, layer.blocks, key[:2], stored, key.dtype)
         parts.append((f"{side}_", side, owned | applied))
-    of_gradient = specs_of(sizes.of_gradient, blocks, (g.size, a.size), stored, g.dtype)
+    of_gradient = specs_of(sizes.of_gradient, layer.blocks, (g.size, a.size), stored, g.dtype)
+    home = layer.parameters[0]
     for prefix, side, specs in (*parts, ("", "g", of_gradient)):
-        source, home = kfac.registry.owner(layer, side), layer.parameters[0]
+        source = kfac.registry.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{prefix}{spec.name}"
-            title = f"{PREFIX}{layer.tag}{name}"
-            item = GatherItem((home, title), source, shape, dtype, g.device, views.get(name))
-            yield spec, item
+            key_of_entry = home, f"{PREFIX}{layer.tag}{name}"
+            yield spec, GatherItem(key_of_entry, source, shape, dtype, g.device, views.get(name))
 
 
 def warn_of_share(optimizer: KFACMixin) -> None:
@@ -213,8 +233,8 @@ def warn_of_share(optimizer: KFACMixin) -> None:
 
 def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
     """Return the first names, and how many more there are: a whole model's may be hundreds."""
-    rest = len(names) - limit
-    return between.join(names[:limit] + ([f"and {rest} more"] if rest > 0 else []))
+    beyond = len(names) - limit
+    return between.join(names[:limit] + ([f"and {beyond} more"] if beyond > 0 else []))
 
 
 # ---- loading ----
@@ -264,73 +284,55 @@ class Load:
         foreign = {p for x in layers for p in (x.weight, x.bias) if p is not None}
         state = {i: entry for i, entry in state.items() if by_index.get(i) not in foreign}
         # A base optimizer's groups lack K-FAC's keys: these stay as they are in this optimizer.
-        # Another method's groups may have more of them.
+        # Another method's groups may have more of them, which must not appear here.
         merged = list(saved_groups)
         for i, (former, group) in enumerate(zip(saved_groups, groups, strict=False)):
-            own_keys = {key: group[key] for key in GROUP_KEYS if key in group}
-            keys = own_keys.keys() | former.keys() - set(GROUP_KEYS)
-            merged[i] = own_keys | {k: v for k, v in former.items() if k in keys}
+            present = {key: group[key] for key in GROUP_KEYS if key in group}
+            known = {k: v for k, v in former.items() if k in present or k not in GROUP_KEYS}
+            merged[i] = present | known
         return {**loaded, "state": state, "param_groups": merged}
-
-    @property
-    def refrozen(self) -> list[Layer]:
-        """The layers whose saved factors are of other parameters than they train now."""
-        layers = [self._kfac.registry.layers[name] for name in self.anew]
-        return [x for x in layers if _saved(x, self.entries)[2] not in ((False, False), x.covers)]
 
     def warn(self, optimizer: KFACMixin) -> None:
         """Warn of layers whose factors or momenta start anew."""
-        missing, kfac, base = self.anew, self._kfac, optimizer.base_part
-        ranks, registry, groups = kfac.ranks, kfac.registry, optimizer.param_groups
-        # Layers that have a state here, or had one, but no momentum
-        anew = dict.fromkeys(x.name for x in foreign_moments(kfac, self.entries))
+        kfac, base, registry = self._kfac, optimizer.base_part, self._kfac.registry
+        anew = [layer.name for layer in foreign_moments(kfac, self.entries)]
         _, with_momenta = kfac.groups.stepped()
         for layer in registry.with_state:
             weight = layer.parameters[0]
-            keeps = weight in with_momenta and base.keeps(groups[registry.group_of[weight]])
-            if keeps and base.momentum not in optimizer.state[weight]:
-                anew[layer.name] = None
+            entry = optimizer.state.get(weight, {})
+            group = optimizer.param_groups[registry.group_of[weight]]
+            keeps = weight in with_momenta and base.keeps(group, [entry])
+            if keeps and base.momentum not in entry and layer.name not in anew:
+                anew.append(layer.name)
         if anew:
-            names = ", ".join(map(repr, anew))
             warnings.warn(
-                f"this state lacks the momenta of {names}, or has those of another compute_method "
-                "or base, so these momenta start at zero; to continue a run, build the optimizer "
-                "like the saved one, and on several ranks call consolidate_state_dict() before a "
-                "save",
+                f"this state lacks the momenta of {', '.join(map(repr, anew))}, or has those of "
+                "another compute_method or base, so these momenta start at zero; to continue a "
+                "run, build the optimizer like the saved one, and on several ranks call "
+                "consolidate_state_dict() before a save",
                 stacklevel=3,
             )
-        if missing and not self._fresh:
-            refrozen = {layer.name for layer in self.refrozen}.issuperset(missing)
-            shared = kfac.status.comparison is not None and not refrozen
-            share = f", which rank {ranks.rank} keeps" if shared else ""
-            cause = " (was it saved without consolidate_state_dict()?)" if share else ""
-            parameters = {p for name in missing for p in registry.layers[name].parameters}
-            new = "; where the base steps first, its moments begin anew"
-            until = new if optimizer.base_part.stepped & parameters else ""
-            if refrozen:
-                until += "; other parts of these layers were frozen when they were saved"
+        if self.anew and not self._fresh:
+            names = ", ".join(map(repr, self.anew))
+            if kfac.status.comparison is not None:
+                names += f", which rank {kfac.ranks.rank} keeps (was it saved without "
+                names += "consolidate_state_dict()?)"
             warnings.warn(
-                "the checkpoint has no K-FAC factors of this kind for "
-                f"{', '.join(map(repr, missing))}{share}{cause}; K-FAC estimates them again, from "
-                f"the next step that gathers on{until}",
+                f"the checkpoint has no K-FAC factors of this kind for {names}; K-FAC estimates "
+                "them again, from the next step that gathers on",
                 stacklevel=3,
             )
 
 
-def _saved(
-    layer: Layer, entries: Entries
-) -> tuple[dict[str, Tensor], list[int], tuple[bool, bool]]:
-    """Return the entry with a layer's tensors, its status, and the covers of then.
-
-    The bias's entry has the tensors if the weight was frozen. Without a status, all is empty.
-    """
-    for p in (layer.weight, layer.bias):
+def _saved(layer: Layer, entries: Entries) -> tuple[dict[str, Tensor], SavedFlags]:
+    """Return the entry with a layer's tensors, and its flags; without flags, all is empty."""
+    for p in (layer.weight, layer.bias):  # the bias's entry has the tensors of a frozen weight
         entry = {} if p is None else entries.get(p, {})
         status = entry.get(f"{PREFIX}{layer.tag}status")
         if status is not None:
-            values = [int(x) for x in status.tolist()]  # the plain base keeps them as floats
-            return entry, values, (bool(values[2]), bool(values[3]))
-    return {}, [], (False, False)
+            # The plain base keeps them as floats, since torch casts what it loads.
+            return entry, SavedFlags(*map(int, status.tolist()))
+    return {}, SavedFlags()
 
 
 def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
@@ -339,21 +341,20 @@ def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
     They are of preconditioned gradients, and K-FAC's now of raw ones, or the other way round; or
     one number a block took the place of second moments that the base reads.
     """
-    lacks_second = SQUARE_SUM not in kfac.groups.sizes.of_gradient and any(
-        key.endswith(SQUARE_SUM.name) for entry in entries.values() for key in entry
-    )
+    names = [key for entry in entries.values() for key in entry]
+    replaced = any(name.endswith(SQUARE_SUM.name) for name in names)
+    lacks_second = replaced and SQUARE_SUM not in kfac.groups.sizes.of_gradient
     foreign = []
     for layer in kfac.registry.layers.values():
-        _, status, _ = _saved(layer, entries)
-        if status:
-            scale_free = status[5] & _SCALE_FREE == _SCALE_FREE
-            if lacks_second or scale_free != kfac.rule.scale_free:
-                foreign.append(layer)
+        entry, flags = _saved(layer, entries)
+        scale_free = flags.convention & _SCALE_FREE == _SCALE_FREE
+        if entry and (lacks_second or scale_free != kfac.rule.scale_free):
+            foreign.append(layer)
     return foreign
 
 
 def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str]) -> None:
-    """Refuse a state whose K-FAC part does not fit; ``keys`` are those of the whole state."""
+    # ``keys`` are those of the whole state.
     named = unwrapped(kfac.model).named_parameters()
     names: dict[Tensor, str] = {p: name for name, p in named}
     layers_of: dict[Tensor | None, list[Layer]] = {}
@@ -362,24 +363,39 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
             layers_of.setdefault(part, []).append(layer)
     problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
     for p, entry in entries.items():
-        problems += _malformed(names.get(p, "a parameter"), entry, layers_of.get(p, []))
+        title, known = names.get(p, "a parameter"), {STEP}
+        for key, value in entry.items():
+            # A count may be a plain number.
+            if not isinstance(value, Tensor) and not (key == STEP and is_real(value)):
+                problems.append(f"{title}: {key} is a {type(value).__name__}, no tensor")
+            elif key == STEP and int(value) < 0:
+                problems.append(f"{title}: {STEP} is {int(value)}, it must be 0 or more")
+        for layer in layers_of.get(p, []):
+            known.update(f"{PREFIX}{layer.tag}{name}" for name in _NAMES)
+            status = f"{PREFIX}{layer.tag}status"
+            shape = getattr(entry.get(status), "shape", _STATUS_SHAPE)
+            if shape != _STATUS_SHAPE:
+                must = f"{tuple(shape)}, it must be {_STATUS_SHAPE}"
+                problems.append(f"{layer.name}: {status} is {must}")
+        unknown = sorted(entry.keys() - known)
+        if p in layers_of:
+            problems += [f"{title}: {key} is unknown" for key in unknown]
+        elif unknown:
+            problems.append(f"{title} of shape {tuple(p.shape)} has factors, but no layer")
     for layer in () if problems else kfac.registry.layers.values():
         before = layer.covers
-        entry, status = _cover_as_saved(kfac, layer, entries)
+        entry, flags = _cover_as_saved(kfac, layer, entries)
         for spec, item in _tensors(kfac, layer) if entry else ():
             _, name = item.key
             tensor = entry.get(name)
             if tensor is not None and tensor.shape != item.shape:
                 shapes = f"{tuple(tensor.shape)}, the model needs {item.shape}"
                 problems.append(f"{layer.name}: {name} is {shapes}")
-            elif tensor is not None and status[1]:
+            elif tensor is not None and flags.state:
                 faults = kfac.rule.faults(spec, tensor)
                 problems += [f"{layer.name}: {name} is {fault}" for fault in faults]
+        # A state that is refused must change nothing, and so must these checks.
         layer.cover(before)
-    for p, entry in entries.items():
-        if entry.keys() - {STEP} and p not in layers_of:
-            title = names.get(p, "a parameter")
-            problems.append(f"{title} of shape {tuple(p.shape)} has factors, but no layer")
     if problems:
         why = (
             "its K-FAC factors do not fit the model's layers; load it into a model with the same "
@@ -388,40 +404,24 @@ def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str])
         raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
 
 
-def _malformed(title: str, entry: dict[str, Tensor], layers: list[Layer]) -> Iterator[str]:
-    """Yield what is wrong with the form of a parameter's entry; ``layers`` use the parameter."""
-    count, known = entry.get(STEP), {STEP}
-    for key, value in entry.items():
-        if not isinstance(value, Tensor) and not (key == STEP and is_real(value)):
-            yield f"{title}: {key} is a {type(value).__name__}, no tensor"
-    if isinstance(count, Tensor) and count.numel() != 1:
-        yield f"{title}: {STEP} is {tuple(count.shape)}, it must be a number"
-    elif (isinstance(count, Tensor) or is_real(count)) and int(count) < 0:
-        yield f"{title}: {STEP} is {int(count)}, it must be 0 or more"
-    for layer in layers:
-        known.update(f"{PREFIX}{layer.tag}{name}" for name in _NAMES)
-        status = f"{PREFIX}{layer.tag}status"
-        shape = getattr(entry.get(status), "shape", _STATUS_SHAPE)
-        if shape != _STATUS_SHAPE:
-            yield f"{layer.name}: {status} is {tuple(shape)}, it must be {_STATUS_SHAPE}"
-    for key in sorted(entry.keys() - known) if layers else ():
-        yield f"{title}: {key} is unknown"
-
-
 def _cover_as_saved(
     kfac: Preconditioner, layer: Layer, entries: Entries
-) -> tuple[dict[str, Tensor], list[int]]:
-    """Give a layer the saved covers, if possible; return its entry and its status.
+) -> tuple[dict[str, Tensor], SavedFlags]:
+    """Give a layer the saved covers, if possible; return its entry and its flags.
 
-    Both are empty unless the factors are of the same parameters and the same convention. A wholly
-    frozen layer keeps its factors until it trains again, as in the saved run.
+    Both are empty unless the factors are of the same parameters and the same convention.
     """
-    entry, status, saved = _saved(layer, entries)
-    known = all(trained >= covered for trained, covered in zip(layer.trained, saved, strict=True))
-    if any(saved) and known and layer.covers_now() in (saved, (False, False)):
-        layer.cover(saved)
-    same = status[5:] == [_convention(kfac)]
-    return (entry, status) if same and any(saved) and saved == layer.covers else ({}, [])
+    entry, flags = _saved(layer, entries)
+    pairs = zip(layer.trained, flags.covers, strict=True)
+    known = all(trained or not saved for trained, saved in pairs)
+    # A wholly frozen layer takes the saved covers, too: it keeps its factors until it trains again,
+    # as in the saved run.
+    if any(flags.covers) and known and layer.covers_now() in (flags.covers, (False, False)):
+        layer.cover(flags.covers)
+    same = flags.convention == _convention(kfac)
+    if same and any(flags.covers) and flags.covers == layer.covers:
+        return entry, flags
+    return {}, SavedFlags()
 
 
 def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
@@ -429,26 +429,30 @@ def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
     registry, anew = kfac.registry, []
     kfac.discard()
     fitting = {x: _cover_as_saved(kfac, x, entries) for x in registry.layers.values()}
+    # Reset all layers before room is made: layers with an average would keep their values, and
+    # what the loaded state lacks would be left over from another run.
     for state in registry.states.values():
         state.reset()
     kfac.allocate()
     for layer in registry.active:
-        state = registry.states[layer.name]
+        state, (entry, flags) = registry.states[layer.name], fitting[layer]
         state.failures = state.refreshes = 0
         state.refreshed = state.before = -1
-        entry, status = fitting[layer]
         is_complete = fits = bool(entry)
         for spec, item in _tensors(kfac, layer) if fits else ():
             _, name = item.key
-            if item.tensor is not None and name in entry:
+            if item.tensor is None:
+                continue  # another rank keeps it
+            if name in entry:
                 item.tensor.copy_(entry[name])
-            elif item.tensor is not None:
-                fits = fits and spec.if_absent != STARTS_ANEW
-                is_complete = is_complete and spec.if_absent != IS_REFRESHED
+            elif spec.if_absent == STARTS_ANEW:
+                fits = False
+            elif spec.if_absent == IS_REFRESHED:
+                is_complete = False
         if fits:
-            state.has_average, state.missed = bool(status[0]), status[0] // 2
-            state.has_state = bool(status[1]) and is_complete
-            state.failures = status[4]
+            state.has_average, state.missed = bool(flags.averages), flags.averages // 2
+            state.has_state = bool(flags.state) and is_complete
+            state.failures = flags.failures
         else:
             anew.append(layer.name)
     steps = [int(e[STEP]) for e in entries.values() if STEP in e]
@@ -467,16 +471,14 @@ def set_base_state(
     A state that lacks keys which the base reads is refused: a step would end in a KeyError.
     """
     before = {n: optimizer.__dict__[n] for n in state if n in optimizer.__dict__}
-    former = before.get("param_groups", [])
     failed: Exception | None = None
     try:
         set_state(state)
     except Exception as error:
         failed = error
-    pairs = list(zip(optimizer.param_groups, former, strict=False))
-    # A load adds "differentiable" to any optimizer's defaults.
-    own = {"differentiable"} & inspect.signature(optimizer._base.__init__).parameters.keys()
-    read = [key for key in optimizer.defaults if key != "differentiable" or own]
+    pairs = list(zip(optimizer.param_groups, before.get("param_groups", []), strict=False))
+    # Torch adds "differentiable" to the defaults of any optimizer in a load, read or not.
+    read = [key for key in optimizer.defaults if key != "differentiable"]
     names = [k for k in read if any(k in old and k not in new for new, old in pairs)]
     if failed is None and not names:
         return
@@ -515,7 +517,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     for i, p in enumerate(parameters):
         entry = {k: v for k, v in entries[p].items() if not str(k).startswith("kfac")}
         if p in seconds and base.momentum in entry:
-            entry[base.second[0]] = seconds[p].to(p.device, p.dtype)
+            entry[base.second] = seconds[p].to(p.device, p.dtype)
         if isinstance(entry.get("step"), Tensor):
             entry["step"] = entry["step"].clone()  # the base counts in place
         if entry:

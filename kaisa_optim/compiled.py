@@ -68,7 +68,6 @@ class CompiledPlan:
         self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
-        self.count_rows: Sequence[Tensor] = ()  # as the entries have them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
         # Parameters of one kind, which foreach calls take: their group's number, and their places.
@@ -149,7 +148,6 @@ class Groups:
         self._chunks: list[list[Layer]] = []  # sharded layers whose gradients travel together
         self.plan = CompiledPlan((), [])
         self.compilations = 0
-        self.published: dict[Layer, list[int]] = {}  # flags as the optimizer's state has them
         self.facts: Any = None  # that the plan stands for; None: it is compiled anew
 
     def allocate(self) -> None:
@@ -186,7 +184,6 @@ class Groups:
                     lambda layer, side: registry.owner(layer, side) == ranks.rank,
                     at_identity=options.kaisa_scaling,
                 )
-        self.published.clear()
         self.of = {layer: group for group in self.all for layer in group.layers}
         self.places = registry.devices
         for layer in values.keys() & self.of.keys():

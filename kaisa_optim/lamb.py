@@ -22,6 +22,7 @@ from .errors import invalid, invalid_because
 
 __all__ = ["LAMB"]
 
+Pairs = list[tuple[Tensor, Tensor | None]]  # parameters, and gradients for the base
 # The number of elements in each chunk of work of apex's kernels, as apex chooses it.
 _APEX_CHUNK = 2048 * 32
 _APEX_DEVICE = "cuda"
@@ -56,17 +57,13 @@ class LAMB(Optimizer):
 
     Args:
         params: parameters, or dicts of parameter groups; dense and real.
-        lr: a number, or a Tensor of one element.
-        bias_correction: divide the moments by 1 - beta^t.
-        betas: two floats in [0, 1).
-        eps: added to the denominator.
+        lr, bias_correction, betas, eps: as in the equations; ``lr`` may be a Tensor of one element.
         weight_decay: decay; 0 also turns the group's trust ratio off, unless ``use_nvlamb``.
-        amsgrad: not supported, as in apex.
+        amsgrad, set_grad_none: in their places for apex; refused unless left at their defaults.
         adam_w_mode: True decouples the decay from the moments, False adds it to the gradient (L2).
         grad_averaging: weigh the gradient in m by 1 - beta1 rather than 1.
-        set_grad_none: False is refused; ``zero_grad(set_to_none=False)`` does it.
         max_grad_norm: limit of the norm over all groups' gradients; None or <= 0 is "off". A group
-            that sets its own applies it to that same global norm.
+            may have its own limit of that same norm.
         use_nvlamb: use the trust ratio where ``weight_decay`` is 0, too.
         backend: None takes apex's kernel for the tensors that suit it (CUDA, float32 or float16,
             contiguous or channels_last with strides equal, 1 to 2^31 - 1 elements), if its
@@ -149,15 +146,9 @@ class LAMB(Optimizer):
                 group.setdefault(key, self.defaults[key])
 
     # Fills lists and returns no tensors, as in torch.optim: torch.compile relies on both.
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-    ) -> None:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         with_grad = [p for p in group["params"] if p.grad is not None]
+        # Refuse before any entry is made: a refused step must leave no trace.
         for p in with_grad:
             if p.grad.layout is not torch.strided:
                 raise RuntimeError(
@@ -170,10 +161,9 @@ class LAMB(Optimizer):
             if "exp_avg" not in state:  # a subclass may keep entries of its own there
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            params.append(p)
-            grads.append(p.grad)
-            exp_avgs.append(state["exp_avg"])
-            exp_avg_sqs.append(state["exp_avg_sq"])
+            tensors = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
+            for parts, tensor in zip(lists, tensors, strict=True):
+                parts.append(tensor)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -185,11 +175,10 @@ class LAMB(Optimizer):
             with torch.enable_grad():
                 loss = closure()
 
-        batches = []
+        batches: list[tuple[list[Tensor], ...]] = []
         for group in self.param_groups:
-            batch: tuple[list[Tensor], ...] = ([], [], [], [])
-            self._init_group(group, *batch)
-            batches.append(batch)
+            batches.append(([], [], [], []))
+            self._init_group(group, *batches[-1])
         grads = [grad for batch in batches for grad in batch[1]]
         if not grads:
             return loss
@@ -205,7 +194,6 @@ class LAMB(Optimizer):
     def _step_group(
         self, group: dict[str, Any], batch: tuple[list[Tensor], ...], grad_norm: Tensor
     ) -> None:
-        """Step one group by apex's kernel or by PyTorch, as the tensors suit."""
         lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
         step, correction, decay = group["step"], group["bias_correction"], group["weight_decay"]
         averaging, decoupled = group["grad_averaging"], group["adam_w_mode"]
@@ -215,7 +203,7 @@ class LAMB(Optimizer):
         for p, g, m, v in _buckets(*batch):
             dtype = math_dtype(p[0].dtype)
             norm = grad_norm.to(p[0].device, dtype).reshape(1)
-            objection = "" if self._kernel is None else _apex_objection(p, g, m, v, lr)
+            objection = "" if self._kernel is None else _apex_objection(lr, p, g, m, v)
             if objection and self.backend == "apex":
                 raise RuntimeError(f'backend="apex" cannot step {objection}; use backend=None')
             if self._kernel is not None and not objection:
@@ -224,15 +212,17 @@ class LAMB(Optimizer):
                 no_skip = torch.zeros(1, dtype=torch.int, device=p[0].device)
                 flags = int(correction), decay, int(averaging), int(decoupled)
                 # This call was verified only against a fake amp_C that follows apex's source, never
-                # on a GPU. Apex rounds float16 updates to float16 before the trust ratio; this code
-                # does not.
+                # on a GPU. Apex rounds float16 updates before the trust ratio; this code does not.
                 numbers = lr, beta1, beta2, eps, step, *flags, norm, limit, use_nvlamb
                 self._kernel(_APEX_CHUNK, no_skip, lists, *numbers)
-                for param in p:  # autograd did not see the write: stale tensors must still raise
+                # Autograd did not see the write. Without new versions, a backward pass through an
+                # older graph would use the new weights without an error.
+                for param in p:
                     torch.autograd.graph.increment_version(param)
                 continue
 
-            # `to` gives back a tensor of this dtype itself, and a copy of one in half precision.
+            # `to` gives back a tensor of this dtype itself, and a copy of one in half precision. So
+            # moments are rounded once, from float32, when they are stored below.
             stored = p, m, v
             p, m, v, g = ([t.to(dtype) for t in ts] for ts in (p, m, v, g))
             if group["maximize"]:
@@ -272,11 +262,13 @@ def descend(
     use_nvlamb: bool,
 ) -> None:
     """Move parameters of one device and dtype against Adam's directions, which are overwritten."""
+    # The decay is part of the direction whose norm the trust ratio divides by: keep it before.
     if weight_decay != 0 and adam_w_mode:
         torch._foreach_add_(update, p, alpha=weight_decay)
     rate = rate_for(lr, p[0])
     if use_nvlamb or weight_decay != 0:
         p_norm, u_norm = (torch.stack(torch._foreach_norm(ts)) for ts in (p, update))
+        # On the device: to ask the norms in Python would make the host wait in each step.
         trust = torch.where((p_norm != 0) & (u_norm != 0), p_norm / u_norm, 1.0)
         torch._foreach_mul_(update, (trust * rate).unbind())
     else:
@@ -284,17 +276,16 @@ def descend(
     torch._foreach_sub_(p, update)
 
 
-def clipped_gradients(groups: list[dict[str, Any]]) -> list[tuple[Tensor, Tensor | None]]:
+def clipped_gradients(groups: list[dict[str, Any]]) -> Pairs:
     """Return parameters and gradients under each group's limit on the norm over all groups."""
     graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
     gradients = [p.grad for params in graded for p in params]
-    result: list[tuple[Tensor, Tensor | None]] = []
-    if not gradients or all(_limit(group) == math.inf for group in groups):
-        return result
-    norm = global_norm(gradients)
+    result: Pairs = []
+    norm = global_norm(gradients) if gradients else None
     for group, params in zip(groups, graded, strict=True):
-        limited = params and _limit(group) < math.inf
-        for (bucket,) in _buckets(params) if limited else ():
+        if norm is None or not params or _limit(group) == math.inf:
+            continue
+        for (bucket,) in _buckets(params):
             new = _clipped([p.grad for p in bucket], norm, _limit(group))
             result += zip(bucket, new, strict=True)
     return result
@@ -306,14 +297,12 @@ def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor
     return list(torch._foreach_div(gradients, excess.reshape(())))
 
 
-def _apex_objection(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    lr: float | Tensor,
-) -> str | None:
-    """Return why apex's kernel cannot take these tensors of one device and dtype, or None."""
+def _apex_objection(lr: float | Tensor, *lists: list[Tensor]) -> str | None:
+    """Return why apex's kernel cannot take these tensors of one device and dtype, or None.
+
+    ``lists`` are of parameters, gradients and both moments.
+    """
+    params = lists[0]
     device, dtype = params[0].device, params[0].dtype
     if isinstance(lr, Tensor):
         return f"with a Tensor lr on {lr.device}, which would have to be read back"
@@ -321,7 +310,7 @@ def _apex_objection(
         return f"parameters on {device}"
     if dtype not in (torch.float32, torch.float16):
         return f"{dtype} parameters"
-    for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+    for tensors in zip(*lists, strict=True):
         p, shape = tensors[0], tuple(tensors[0].shape)
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             return f"tensor subclasses (shape {shape})"
@@ -367,7 +356,6 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _limit(group: dict[str, Any]) -> float:
-    """Return the limit of the gradients' norm; inf is "off"."""
     limit = group["max_grad_norm"]
     return math.inf if limit is None or limit <= 0 else limit
 
@@ -384,10 +372,7 @@ def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """Return the norm of all gradients together: 0-d, on the device of the first gradient.
-
-    The host does not read it.
-    """
+    """Return the norm of all gradients together: 0-d, on the device of the first gradient."""
     wide = any(grad.dtype == torch.float64 for grad in grads)
     parts = []
     for (bucket,) in _buckets(grads):

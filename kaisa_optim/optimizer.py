@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from . import agree, arguments, bases, checkpoint
 from .bases import gradients_of
 from .errors import FORMER, check_callable, invalid, invalid_because
-from .layers import Layer
+from .lamb import clipped_gradients
 from .linalg import products
 from .options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
 from .preconditioner import Preconditioner
@@ -58,7 +58,6 @@ class KFACMixin(Optimizer):
         self._notices = arguments.Notices()
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
-        self._refrozen: list[Layer] = []  # trained in other parts when they were saved
         self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
         step_of_base = bases.step_of(self._base, self.defaults)
         for group in self.param_groups:
@@ -116,7 +115,7 @@ class KFACMixin(Optimizer):
             if kfac.unsettled:
                 self._settle_load()
             limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
-            with gradients_of(base.limited()) if limits else nullcontext():
+            with gradients_of(clipped_gradients(self.param_groups)) if limits else nullcontext():
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
@@ -310,7 +309,6 @@ class KFACMixin(Optimizer):
         finally:
             handle.remove()
             del self._loaded
-        self._refrozen = load.refrozen
         load.warn(self)
 
     def _settle_load(self) -> None:
@@ -329,10 +327,8 @@ class KFACMixin(Optimizer):
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self.base_part.stepped.discard(p)
-        # The load has named refrozen layers; their momenta are where shares keep them.
-        lost = [layer for layer in uneven if layer not in self._refrozen]
-        if lost:
-            names = checkpoint.abridged([repr(layer.name) for layer in lost], between=", ")
+        if uneven:
+            names = checkpoint.abridged([repr(layer.name) for layer in uneven], between=", ")
             agree.warn(
                 self.preconditioner.ranks,
                 f"only some ranks have loaded the momenta of {names}, which begin anew on all "
@@ -350,7 +346,7 @@ class KFACMixin(Optimizer):
         base = super().__getstate__()
         return {
             **base,
-            "state": defaultdict(dict, checkpoint.apart(base["state"])),
+            "state": defaultdict(dict, checkpoint.compact(base["state"])),
             **{name: self.__dict__[name] for name in kept},
             "_kfac_options": self.preconditioner.hyperparameters.current_options(),
         }
@@ -395,7 +391,7 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
     status = optimizer.preconditioner.status
     if status.comparison is not None:  # each rank's share is saved, or sent, alone
-        state_dict["state"] = checkpoint.apart(state_dict["state"])
+        state_dict["state"] = checkpoint.compact(state_dict["state"])
     for index, p in enumerate(parameters):
         if entry := gathered.get(p):
             state_dict["state"][index] = {**state_dict["state"].get(index, {}), **entry}

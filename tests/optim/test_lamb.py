@@ -637,13 +637,13 @@ def test_pickles_with_its_backend(amp: FakeAmp, monkeypatch: pytest.MonkeyPatch)
 def objection(p: torch.Tensor, lr: Any = 0.1, **others: torch.Tensor) -> str | None:
     same = {name: torch.empty_like(p) for name in ("grad", "m", "v")}
     grad, m, v = ([t] for t in {**same, **others}.values())
-    return lamb_module._apex_objection([p], grad, m, v, lr)
+    return lamb_module._apex_objection(lr, [p], grad, m, v)
 
 
 def test_what_suits_apex(monkeypatch: pytest.MonkeyPatch) -> None:
     for device in ("cuda", "cuda:3"):  # past the device, the next objection is the dtype
         stub = types.SimpleNamespace(device=torch.device(device), dtype=torch.int32)
-        answer = lamb_module._apex_objection([stub], [], [], [], 0.1)  # type: ignore[list-item]
+        answer = lamb_module._apex_objection(0.1, [stub], [], [], [])  # type: ignore[list-item]
         assert answer == "torch.int32 parameters"
     assert objection(torch.ones(2)) == "parameters on cpu"
     monkeypatch.setattr(lamb_module, "_APEX_DEVICE", "meta")
