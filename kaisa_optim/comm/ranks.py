@@ -161,6 +161,8 @@ class Ranks:
         """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
+        # An all-reduce works in place: without a copy, a rank that compares its own numbers with
+        # the sums later would compare the sums with themselves.
         total = numbers.to(self._host, copy=True)
         with _named(during):
             dist.all_reduce(total, group=self.group)
@@ -261,6 +263,7 @@ class Ranks:
         self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], kind: str
     ) -> _Flight:
         """Start an all-to-all; as bytes, since not every backend takes every dtype."""
+        # Also where this rank sends and receives nothing: the other ranks wait for its call.
         received, item = sent.new_empty(sum(sizes_in)), sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
@@ -330,8 +333,8 @@ class Ranks:
                 if self.rank in bucket.sizes:
                     loaded = [next(cargo) for _ in bucket.items]
                     running.append(self._copy(bucket, loaded, device, kind))
-            # Each bucket on its way takes a step, the newest first, on all ranks: collectives
-            # must start in one order.
+            # Each bucket on its way takes a step, the newest first. All ranks must do so, those
+            # with an empty bucket, too: collectives are matched by their order alone.
             for number in reversed(range(len(running))):
                 yield from next(running[number])  # a name would keep tensors of an ended one
             if turn >= _AT_ONCE:
