@@ -118,10 +118,7 @@ def ours(depth: int, strategy: str, world: int, gather: int, refresh: int) -> fl
     account = traffic.account(tasks, STRATEGIES[strategy], world)
     passes = Passes(0.0, {name: BATCH * n for name, n in rows.items()})
     clock = clock_of(account, hardware.load("v100"), PolarRule.work, passes)
-    schedule = Schedule(account.layers, True)
-    slots = account.per_slot(schedule, gather, refresh)
-    turns = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
-    mean = clock.times(slots, *turns, (gather, refresh)).mean
+    mean = clock.times(Schedule(account.layers, True), gather, refresh).mean
     mean["average gradients"] = mean["base step"] = 0.0  # they are in SGD's step
     return seconds_of_sgd(depth, world) + sum(mean.values())
 

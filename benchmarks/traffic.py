@@ -153,8 +153,8 @@ def schemes(
     schedule = Schedule(ours.layers, True)
     halved = replace(ours, sizes=SIZES._replace(wire=2))
     return {
-        "ours": ours.per_slot(schedule, every, refreshed).per_step(),
-        "bf16": halved.per_slot(schedule, every, refreshed).per_step(),
+        "ours": ours.per_step(schedule, every, refreshed),
+        "bf16": halved.per_step(schedule, every, refreshed),
         "papers": Papers(ours).per_step(every, refreshed),
         "packed": Papers(ours, packed=True).per_step(every, refreshed),
     }
@@ -292,7 +292,7 @@ def fractions(model: str, world: int) -> list[tuple[float, float, float]]:
     workers = 1
     while workers <= world:
         ours = account(MODELS[model](), Hybrid(workers / world), world)
-        steps = ours.per_slot(Schedule(ours.layers, True), GATHERED, REFRESHED).per_step()
+        steps = ours.per_step(Schedule(ours.layers, True), GATHERED, REFRESHED)
         found.append((workers / world, largest(ours.memory()), mean(steps)))
         workers *= 2
     return found

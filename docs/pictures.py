@@ -246,7 +246,7 @@ def draw_step(plt: Any) -> None:
     boxes = [
         ("gather", "capture/hooks.py\nlayers/", "passes"),
         ("report, agree", "exchange.py\nagree.py", "step()"),
-        ("plan", "plan/schedule.py\nplan/routes.py", "step()"),
+        ("plan", "plan/schedule.py\nplan/facts.py", "step()"),
         ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
         ("directions", "compiled.py\ncurvature/rules.py", "step()"),
         ("lengths, base", "curvature/lengths.py\nbases.py", "step()"),

@@ -1,65 +1,150 @@
-"""Prices of plans: the bytes that every rank keeps, and the bytes that it receives in a step.
+"""The routes of bytes, and their prices: what every rank keeps, and what it receives in a step.
 
-Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. Every byte
-that arrives at a rank was sent by another, so the means over the ranks of received and of sent
-bytes are equal; a single rank may send more than it receives, or less.
+Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. The routes
+are those that the exchange takes. Every byte that arrives at a rank was sent by another, so the
+means over the ranks of received and of sent bytes are equal; a single rank may send more than it
+receives, or less.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
-import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, TypeVar
 
+from .comm.ranks import Bucket, CopyItem, overlaps
 from .plan.assignment import Grid
-from .plan.facts import LayerFacts, Sizes, cargo_bytes
-from .plan.routes import (
-    Round,
-    all_reduced,
-    gradient_rounds,
-    grouped,
-    overlaps,
-    state_rounds,
-    sum_buckets,
-)
+from .plan.facts import FactorFacts, LayerFacts, Sizes, all_reduced, cargo_bytes, chunks, grouped
 from .plan.schedule import HEAD, Schedule
+
+T = TypeVar("T")
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
 Means = dict[str, float]
 
-KEPT = (
-    *("factors", "eigenvectors", "eigenvalues", "inverses", "roots", "eigenvalue_products"),
-    "counters",
-)
+KEPT = ["factors", "eigenvectors", "eigenvalues", "inverses", "roots"]
+KEPT += ["eigenvalue_products", "counters"]
 _UNIT = 4  # bytes of a unit
 
 
-class PerSlot(NamedTuple):
-    """The bytes that arrive at each rank, lists by rank: in every step, or in a slot's steps."""
+# ---- routes ----
 
-    gradients: list[int]  # in every step
-    factors: dict[int, list[int]]  # by slot to gather
-    state: dict[int, list[int]]  # by slot to refresh
-    status: float  # the mean of a step, alike on all ranks
-    intervals: tuple[int, int]  # to gather, to refresh
+RankGroup = tuple[Sequence[int], dict[int, list[Any]]]  # ranks of a group; each owner's items
+# Buckets that travel at the same time: one for each group. Groups have no rank in common.
+Round = list[Bucket]
 
-    def per_step(self) -> list[Means]:
-        """Return the bytes of a step by rank and kind, as a mean over whole intervals."""
-        steps = []
-        for rank, gradients in enumerate(self.gradients):
-            means: Means = {
-                "factors": sum(x[rank] for x in self.factors.values()) / self.intervals[0],
-                "second_order": sum(x[rank] for x in self.state.values()) / self.intervals[1],
-                "gradients": float(gradients),
-                "status": self.status,
-            }
-            steps.append(means | {"total": sum(means.values())})
-        return steps
+
+def in_turn(lists: Sequence[Sequence[T]]) -> list[T]:
+    """Return the first of each list, then the second of each, and so on."""
+    longest = max(map(len, lists), default=0)
+    return [items[i] for i in range(longest) for items in lists if i < len(items)]
+
+
+def sum_buckets(
+    layers: Iterable[LayerFacts], wire: int | None, world: int, limit: int
+) -> Iterator[Bucket]:
+    """Yield buckets of the layers' sums, of one place each; owners take turns."""
+    factors = [factor for layer in layers for factor in layer.factors]
+    for same in grouped(factors, lambda factor: factor.layer.place).values():
+        numbers = limit // (wire or same[0].layer.itemsize)
+        turns = in_turn([*grouped(same, lambda factor: factor.owner).values()])
+        for chunk in chunks(turns, lambda factor: factor.size, numbers):
+            yield Bucket(chunk, range(world), world)
+
+
+def rounds(
+    groups: Sequence[RankGroup], size_of: Callable[[Any], int], world: int, limit: int
+) -> list[Round]:
+    """Return groups' copies in rounds.
+
+    Owners send side by side, and have ``limit`` bytes together at a time. The content of a copy is
+    a list of items.
+    """
+    lists: list[list[list[CopyItem]]] = []
+    for _, by_owner in groups:
+        total = sum(sum(map(size_of, items)) for items in by_owner.values())
+        share = limit // (len(by_owner) if total > limit else 1)
+        turns: list[list[CopyItem]] = []
+        for owner, items in by_owner.items():
+            parts = chunks(items, size_of, share)
+            turns.append([CopyItem(owner, sum(map(size_of, part)), part) for part in parts])
+        lists.append([*chunks(in_turn(turns), lambda item: item.size, limit)])
+    divided: list[Round] = []
+    for number in range(max(map(len, lists), default=0)):
+        # A group whose copies have all been sent takes part with an empty bucket, since a round is
+        # one collective of all ranks.
+        pairs = zip(groups, lists, strict=True)
+        buckets = [
+            Bucket(copies[number] if number < len(copies) else [], members, world)
+            for (members, _), copies in pairs
+        ]
+        # If no member owns more than twice its group's mean, the owners' parts are the pieces:
+        # every member has its piece from the start, and all ranks leave the first hop out.
+        straight = all(max(b.sizes.values()) * len(b.sizes) <= 2 * b.size for b in buckets)
+        for bucket in buckets:
+            bucket.straight = straight
+        divided.append(buckets)
+    return divided
+
+
+def state_rounds(
+    factors: Iterable[FactorFacts], sizes: Sizes, grid: Grid, limit: int
+) -> list[Round]:
+    """Return the rounds in which owners send new state along the columns; factors are content."""
+
+    def size(factor: FactorFacts) -> int:
+        layer, sides = factor.layer, (factor.n, factor.diagonal)
+        if sizes.packed:
+            return cargo_bytes([factor.size * (sizes.stored or layer.itemsize)])
+        return cargo_bytes(spec.bytes(layer, sides, sizes.stored) for spec in sizes.of_factor)
+
+    by_column = grouped(factors, lambda factor: factor.owner % grid.columns)
+    groups: list[RankGroup] = []
+    for column in range(grid.columns):
+        # A column without factors takes part, too: each of its ranks must join the collectives.
+        of_owner = grouped(by_column.get(column, []), lambda factor: factor.owner)
+        groups.append((grid.workers_of(column), of_owner))
+    return rounds(groups, size, grid.world, limit)
+
+
+def gradient_rounds(
+    layers: Sequence[T],
+    facts_of: Callable[[T], LayerFacts],
+    sizes: Sizes,
+    grid: Grid,
+    rank: int,
+    limit: int,
+) -> list[Round]:
+    """Return the rounds in which a rank's row hands out new gradients of layers on one device.
+
+    Content are lists of layers of one shape, which one group steps together.
+    """
+
+    def size(same: Sequence[T]) -> int:
+        """Return the bytes on the wire of new gradients of one shape, with terms."""
+        facts = [facts_of(layer) for layer in same]
+        itemsize, blocks = facts[0].itemsize, sum(x.task.blocks for x in facts)
+        new = sum(x.gradient for x in facts) * (sizes.wire or itemsize)
+        return cargo_bytes([new, sizes.terms * blocks * itemsize])
+
+    row = grid.receivers_of(rank)
+    by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % grid.columns)
+    share = limit
+    if sum(size([layer]) for layer in layers) > limit:
+        share //= len(by_column)
+    of_owner: dict[int, list[Sequence[T]]] = {}
+    for column in sorted(by_column):
+        shapes = grouped(by_column[column], lambda layer: facts_of(layer).shape).values()
+        parts = of_owner.setdefault(row[column], [])
+        for same in shapes:
+            parts += chunks(same, lambda layer: size([layer]), share)
+    return rounds([(row, of_owner)], size, grid.world, limit)
+
+
+# ---- prices ----
 
 
 @dataclass(frozen=True)
@@ -84,62 +169,63 @@ class Account:
         """Names of the layers that are trained."""
         return tuple(layer.name for layer in self.active)
 
-    # ---- memory ----
+    def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
+        chosen = set(names)
+        return [layer for layer in self.active if layer.name in chosen]
 
     def memory(self) -> list[Usage]:
         """Return the bytes that each rank keeps, by kind."""
-        sizes, usage = self.sizes, [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
-        applied = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.columns)]
+        sizes, columns = self.sizes, self.grid.columns
+        usage = [dict.fromkeys(KEPT, 0) for _ in range(self.grid.world)]
+        applied = [dict.fromkeys(KEPT, 0) for _ in range(columns)]  # on each rank of a column
         for layer in self.active:
-            column = applied[layer.placement.g % self.grid.columns]
+            column, task = applied[layer.placement.g % columns], layer.task
             for factor in layer.factors:
-                owned, sides = usage[factor.owner], factor.sides
+                owned, sides = usage[factor.owner], (factor.n, factor.diagonal)
                 for spec in sizes.of_owner:
                     owned[spec.kind] += spec.bytes(layer, sides, sizes.average)
                 for spec in sizes.of_factor:
                     column[spec.kind] += spec.bytes(layer, sides, sizes.stored)
             for spec in sizes.of_gradient:
-                column[spec.kind] += spec.bytes(layer, (layer.task.g, layer.task.a), sizes.stored)
-        for rank, kept in enumerate(usage):
-            for kind, size in applied[rank % self.grid.columns].items():
-                kept[kind] += size
-            kept["total"] = sum(kept.values())
+                column[spec.kind] += spec.bytes(layer, (task.g, task.a), sizes.stored)
+        for rank, kinds in enumerate(usage):
+            for kind, size in applied[rank % columns].items():
+                kinds[kind] += size
+            kinds["total"] = sum(kinds.values())
         return usage
 
     def pending(self, names: Collection[str]) -> int:
         """Return the bytes of these layers' sums on each rank, from backward to step, at most."""
-        factors = itertools.chain(*(layer.factors for layer in self._chosen(names)))
-        alone = self.grid.world == 1
-        return sum(
-            (f.elements if alone else f.size) * f.layer.itemsize * (1 + f.layer.tied)
-            for f in factors
-        )
+        total = 0
+        for layer in self._chosen(names):
+            numbers = [f.elements if self.grid.world == 1 else f.size for f in layer.factors]
+            total += sum(numbers) * layer.itemsize * (1 + layer.tied)
+        return total
 
     # ---- communication: the bytes that arrive at each rank, a list by rank ----
 
-    def per_slot(
+    def per_step(
         self, schedule: Schedule, factor_update_steps: int, inv_update_steps: int
-    ) -> PerSlot:
-        """Return the bytes that arrive in the slots of both intervals.
-
-        Ranks learn of a refresh in the next exchange.
-        """
-        gathering = schedule.gathering_slots(factor_update_steps)
-        refresh = schedule.refresh_slots(factor_update_steps, inv_update_steps)
+    ) -> list[Means]:
+        """Return the bytes of a step by rank and kind, as a mean over whole intervals."""
+        gathering = schedule.gathering_slots(factor_update_steps).values()
+        refreshing = schedule.refresh_slots(factor_update_steps, inv_update_steps).values()
+        sums = [self.sums(names) for names in gathering]
+        state = [self.state(names) for names in refreshing]
+        # Ranks learn of a refresh in the next exchange. A refresh is told once, and an exchange
+        # tells of each layer once.
         plain, exchanging = self.status(()), len(gathering) / factor_update_steps
-        # A refresh is told once, and an exchange tells of each layer once.
         answers = (self.status(self.names) - plain) * min(1 / inv_update_steps, exchanging)
-        return PerSlot(
-            self.gradients,
-            {n: self.sums(names) for n, names in gathering.items()},
-            {n: self.state(names) for n, names in refresh.items()},
-            exchanging * plain + answers,
-            (factor_update_steps, inv_update_steps),
-        )
-
-    def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
-        chosen = set(names)
-        return [layer for layer in self.active if layer.name in chosen]
+        steps = []
+        for rank, gradients in enumerate(self.gradients):
+            means: Means = {
+                "factors": sum(x[rank] for x in sums) / factor_update_steps,
+                "second_order": sum(x[rank] for x in state) / inv_update_steps,
+                "gradients": float(gradients),
+                "status": exchanging * plain + answers,
+            }
+            steps.append(means | {"total": sum(means.values())})
+        return steps
 
     def status(self, answered: Collection[str]) -> int:
         """Return the bytes of the numbers that ranks agree on, alike on all ranks.
@@ -154,17 +240,18 @@ class Account:
         """Return the bytes of these layers' sums on their way to the factors' owners."""
         average, world, wire = self._chosen(names), self.grid.world, self.sizes.wire
         reduced = 0
-        for same in grouped(average, operator.attrgetter("place")).values():
-            tied = [4 * layer.itemsize * layer.task.blocks for layer in same if layer.tied]
-            reduced += all_reduced(sum(tied), world)
+        for same in grouped(average, lambda layer: layer.place).values():
+            tied = sum(4 * layer.itemsize * layer.task.blocks for layer in same if layer.tied)
+            reduced += all_reduced(tied, world)
             reduced += all_reduced(_UNIT * len(same) * self.sizes.units, world)
         received = [reduced] * world
         for bucket in sum_buckets(average, wire, world, self.bucket_bytes):
             itemsize = bucket.items[0].layer.itemsize
             for rank, (start, stop) in enumerate(itertools.pairwise(bucket.pieces)):
-                (here,) = overlaps(bucket.owned, rank, (start, stop))  # added up on the owner
-                sums = (bucket.sizes[rank] - here) * itemsize
-                received[rank] += (world - 1) * (stop - start) * (wire or itemsize) + sums
+                received[rank] += (world - 1) * (stop - start) * (wire or itemsize)
+                # Of its own sums, a rank has those in its own piece.
+                (present,) = overlaps(bucket.owned, rank, (start, stop))
+                received[rank] += (bucket.sizes[rank] - present) * itemsize
         return received
 
     def state(self, names: Collection[str]) -> list[int]:
@@ -172,39 +259,43 @@ class Account:
         refresh, reduced = self._chosen(names), 0
         splits = any(layer.placement.a != layer.placement.g for layer in self.layers)
         if splits and self.sizes.tells_means:
-            for same in grouped(refresh, operator.attrgetter("place")).values():
+            for same in grouped(refresh, lambda layer: layer.place).values():
                 means = 2 * same[0].itemsize * sum(x.task.blocks for x in same)
                 reduced += all_reduced(means, self.grid.world)
-        factors = itertools.chain.from_iterable([layer.factors for layer in refresh])
-        rounds = state_rounds(factors, self.sizes, self.grid, self.bucket_bytes)
-        return [reduced + size for size in _copied(rounds, self.grid.world)]
+        factors = [factor for layer in refresh for factor in layer.factors]
+        buckets = state_rounds(factors, self.sizes, self.grid, self.bucket_bytes)
+        return [reduced + size for size in _copied(buckets, self.grid.world)]
 
     @functools.cached_property
     def gradients(self) -> list[int]:
         """The bytes of new gradients in every step."""
-        columns, limit = self.grid.columns, self.bucket_bytes
-        whole, rounds = [layer for layer in self.active if not layer.shards], list[Round]()
-        for same in grouped(whole, operator.attrgetter("device")).values():
-            rounds += gradient_rounds(same, lambda x: x, self.sizes, range(columns), limit)
-        received = _copied(rounds, columns) * self.grid.workers  # rows are alike
+        sizes, row = self.sizes, Grid(self.grid.columns, 1)  # each row receives the same
+        whole, copies = [layer for layer in self.active if not layer.shards], list[Round]()
+        for same in grouped(whole, lambda layer: layer.device).values():
+            copies += gradient_rounds(same, lambda x: x, sizes, row, 0, self.bucket_bytes)
+        received = _copied(copies, row.world) * self.grid.workers
         # A rank's shards of a gradient go to the owner, and the new ones back, with numbers.
-        for layer in self.active:
+        for layer in [layer for layer in self.active if layer.shards]:
             owner, numbers = layer.placement.g, layer.task.blocks * layer.itemsize
-            for rank in range(self.grid.world) if layer.shards else ():
+            for rank in range(self.grid.world):
                 if rank == owner:
                     continue
-                sizes = [math.prod(shards.part_shape(rank)) * n for shards, n in layer.shards]
-                sends = [shards.sends(rank, owner) for shards, _ in layer.shards]
-                sums = self.sizes.shard_sums * numbers * any(sends)
-                received[owner] += cargo_bytes([*itertools.compress(sizes, sends), sums])
-                received[rank] += cargo_bytes([*sizes, self.sizes.terms * numbers])
+                back = [shards.count(rank) * itemsize for shards, itemsize in layer.shards]
+                sent = [
+                    shards.count(rank) * itemsize
+                    for shards, itemsize in layer.shards
+                    if shards.sends(rank, owner)
+                ]
+                received[owner] += cargo_bytes([*sent, sizes.shard_sums * numbers * bool(sent)])
+                received[rank] += cargo_bytes([*back, sizes.terms * numbers])
         return received
 
 
-def _copied(rounds: Iterable[Round], world: int) -> list[int]:
+def _copied(copies: Iterable[Round], world: int) -> list[int]:
     """Return the bytes of copies: a member receives all that it does not own, in both hops."""
     received = [0] * world
-    for bucket in itertools.chain.from_iterable(rounds):
-        for rank, size in bucket.sizes.items():
-            received[rank] += bucket.size - size
+    for buckets in copies:
+        for bucket in buckets:
+            for rank, size in bucket.sizes.items():
+                received[rank] += bucket.size - size
     return received

@@ -22,39 +22,36 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(value: Any) -> int:
     """Return a number that most likely differs where the objects differ."""
+    # The text tells 1, 1.0 and True apart. No object in it may print an address.
     return zlib.crc32(repr(value).encode()) & _BITS
 
 
-def alike(world: int, total: float, squares: float) -> bool:
-    """Return whether whole numbers, one a rank, are equal, from their sum and sum of squares.
-
-    The comparison is in integers: the square of the sum has more digits than a float.
-    """
+def are_equal(world: int, total: float, squares: float) -> bool:
+    """Return whether whole numbers, one a rank, are equal, from their sum and sum of squares."""
+    # The comparison is in integers: the square of the sum has more digits than a float.
     return world * int(squares) == int(total) ** 2
 
 
 def compare(
     ranks: Ranks,
-    mine: dict[str, Any],
+    values: dict[str, Any],
     what: str,
     error: Exception | None = None,
     doing: str = "matching model and parameters",
     told: bool = False,
 ) -> None:
-    """Raise on all ranks if one of them has an error, or if ranks differ in ``mine``.
+    """Raise on all ranks if one of them has an error, or if ranks differ in ``values``.
 
     ``doing`` is the action that the error came from. With ``told``, each rank has raised its own
     error already, so that an error that all ranks have is not raised again.
     """
-    code = checksum(mine)
-    numbers = [float(error is not None), code, code**2]
-    failed, once, squared = ranks.sum_numbers(
-        torch.tensor(numbers, dtype=torch.float64, device="cpu"), f"comparing {what}"
-    ).tolist()
+    code = checksum(values)
+    numbers = torch.tensor([error is not None, code, code**2], dtype=torch.float64, device="cpu")
+    failed, total, squares = ranks.sum_numbers(numbers, f"comparing {what}").tolist()
     if failed and not (told and failed == ranks.world):
         raise_together(ranks, error, doing)
-    if not alike(ranks.world, once, squared):
-        raise_difference(ranks, mine, what)
+    if not are_equal(ranks.world, total, squares):
+        raise_difference(ranks, values, what)
 
 
 def warn(ranks: Ranks, text: str) -> None:
@@ -69,10 +66,8 @@ def warn(ranks: Ranks, text: str) -> None:
 def callers() -> Iterator[FrameType]:
     """Yield frames from the caller outwards, as long as they are torch's or this package's."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "torch",
-        "kaisa_optim",
-    ):
+    packages = "torch", "kaisa_optim"
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in packages:
         yield frame
         frame = frame.f_back
 
@@ -82,53 +77,52 @@ def compare_tensors(ranks: Ranks, named: dict[str, Tensor], remedy: str) -> None
     if not named:
         return
     codes = checksums(named.values()).cpu()
-    once, squared = ranks.sum_numbers(
-        torch.stack([codes, codes**2]).double(), "comparing weights and gradients"
-    ).tolist()
-    both = zip(once, squared, strict=True)
-    if not all(alike(ranks.world, total, squares) for total, squares in both):
+    numbers = torch.stack([codes, codes**2]).double()
+    sums = ranks.sum_numbers(numbers, "comparing weights and gradients").mT.tolist()
+    if not all(are_equal(ranks.world, total, squares) for total, squares in sums):
         raise_unlike(ranks, dict(zip(named, codes.tolist(), strict=True)), remedy)
 
 
 def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
     """Raise an error that names the first tensor whose checksum differs, and the ranks."""
-    theirs = ranks.gather_objects(codes, "naming what differs")
+    of_ranks = ranks.gather_objects(codes, "naming what differs")
     for name in codes:
-        others = [rank for rank, own in enumerate(theirs) if own.get(name) != theirs[0].get(name)]
-        if others:
-            raise RuntimeError(f"{name} on ranks {others} differs from rank 0's: {remedy}")
+        known = [codes.get(name) for codes in of_ranks]
+        differing = [rank for rank, code in enumerate(known) if code != known[0]]
+        if differing:
+            raise RuntimeError(f"{name} on ranks {differing} differs from rank 0's: {remedy}")
 
 
 def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
     """Raise on all ranks the errors that some ranks have."""
-    mine = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
-    texts = ranks.gather_objects(None if error is None else mine, f"{doing} failed")
+    text = f"{doing} failed on rank {ranks.rank}: {type(error).__name__}: {error}"
+    texts = ranks.gather_objects(None if error is None else text, f"{doing} failed")
     if error is not None:
         raise error
     raise RuntimeError(f"K-FAC stops on all ranks, since {'; '.join(filter(None, texts))}")
 
 
-def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
+def raise_difference(ranks: Ranks, values: dict[str, Any], what: str) -> None:
     """Raise an error that names one value that differs, and the ranks."""
-    theirs = ranks.gather_objects(mine, f"comparing {what}")
-    of_model = "layer ", "sizes "
-    for rank, values in enumerate(theirs[1:], 1):
+    first, *following = ranks.gather_objects(values, f"comparing {what}")
+    for rank, other in enumerate(following, 1):
         # A surplus layer changes its group's sizes, too; its name tells more, so it comes first.
-        for name in sorted({**theirs[0], **values}, key=lambda name: name.startswith("sizes ")):
-            first, other = theirs[0].get(name, "absent"), values.get(name, "absent")
-            if repr(first) != repr(other):  # as in checksums, where True is not 1
-                remedy = "; where each rank has a part of a model, as pipeline stages are, give "
-                remedy += "process_group= the group of the ranks that hold the same stage"
+        for name in sorted({**first, **other}, key=lambda name: name.startswith("sizes ")):
+            expected, actual = first.get(name, "absent"), other.get(name, "absent")
+            if repr(expected) != repr(actual):  # as in checksums, where True is not 1
                 why = (
-                    f"{other!r} on rank {rank}, {first!r} on rank 0; all ranks need the same "
-                    f"model and options{remedy * name.startswith(of_model)}"
+                    f"{actual!r} on rank {rank}, {expected!r} on rank 0; all ranks need the same "
+                    "model and options"
                 )
+                if name.startswith(("layer ", "sizes ")):
+                    why += "; where each rank has a part of a model, as pipeline stages are, give "
+                    why += "process_group= the group of the ranks that hold the same stage"
                 raise invalid_because(name, why)
         # The same values in another order, as when modules were registered in another order.
-        for here, there in zip(theirs[0], values, strict=True):
-            if here != there:
+        for expected, actual in zip(first, other, strict=True):
+            if expected != actual:
                 why = (
-                    f"{there!r} stands on rank {rank} where rank 0 has {here!r}; register "
+                    f"{actual!r} stands on rank {rank} where rank 0 has {expected!r}; register "
                     "modules and add parameters in one order on all ranks"
                 )
                 raise invalid_because(what, why)
@@ -137,10 +131,11 @@ def raise_difference(ranks: Ranks, mine: dict[str, Any], what: str) -> None:
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
     """Return a checksum of each tensor's bits, on the first one's device, without waiting."""
-    sums = [
-        t.detach().contiguous().view(_INTEGERS[t.dtype.itemsize]).sum(dtype=torch.int64)
-        for t in tensors
-    ]
-    total = torch.stack([s.to(sums[0].device) for s in sums])
+    sums: list[Tensor] = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.dtype.itemsize])
+        total = bits.sum(dtype=torch.int64)
+        sums.append(total.to(sums[0].device) if sums else total)
+    total = torch.stack(sums)
     # Fold all bits in: the low bits of float32 weights in float64 are zero.
     return (total ^ total >> 20 ^ total >> 40) & _BITS

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .comm.ranks import Ranks
+from .account import Round, gradient_rounds
+from .comm.ranks import CopyItem, Ranks
 from .comm.sharding import is_sharded, local
 from .curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
 from .curvature.lengths import SHARD_SUMS, Share, are_alike
@@ -24,8 +25,7 @@ from .layers import Layer
 from .model import Registry
 from .options import Group as ParamGroup
 from .options import Options
-from .plan.facts import ShardPlaces, Sizes
-from .plan.routes import CopyItem, Round, chunks, gradient_rounds, grouped
+from .plan.facts import ShardPlaces, Sizes, chunks, grouped
 from .stages import stage
 
 Entry = dict[str, Any]
@@ -159,8 +159,8 @@ class Groups:
         columns, facts, self._rounds = ranks.grid.columns, registry.facts, []
         lists = alike(whole) if columns == 1 else []
         for same in by_device(whole) if columns > 1 else ():
-            row, limit = ranks.grid.receivers_of(ranks.rank), ranks.bucket_bytes
-            rounds = gradient_rounds(same, facts.__getitem__, self.sizes, row, limit)
+            grid, limit = ranks.grid, ranks.bucket_bytes
+            rounds = gradient_rounds(same, facts.__getitem__, self.sizes, grid, ranks.rank, limit)
             self._rounds.append((same[0].parameters[0].device, rounds))
             lists += [x for (bucket,) in rounds for item in bucket.items for x in item.content]
         sharded = [layer for layer in active if layer in registry.sharded]

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from . import agree, reports
+from .account import state_rounds, sum_buckets
 from .capture import fisher
 from .capture.hooks import Capture
 from .comm import sharding
-from .comm.ranks import Ranks
+from .comm.ranks import Bucket, Ranks
 from .compiled import Groups
 from .curvature import refresh
 from .curvature.averages import FactorSums
@@ -29,7 +30,6 @@ from .linalg.moments import unpack
 from .model import Registry, unwrapped
 from .options import Options
 from .plan.facts import FactorFacts
-from .plan.routes import Bucket, state_rounds, sum_buckets
 from .plan.schedule import HEAD, StepPlan, StepReport
 from .stages import PREFIX
 
@@ -89,7 +89,7 @@ class Comparison:
         """Raise if values differ among the ranks, or if a gradient is missing on some."""
         codes, self._codes = self._codes, {}
         graded, self._graded = self._graded, []
-        if not agree.alike(self._ranks.world, total.checksum, total.squares):
+        if not agree.are_equal(self._ranks.world, total.checksum, total.squares):
             self._raise_missing(graded, common["steps"])
             agree.raise_unlike(
                 self._ranks, codes, "average gradients over all ranks before every step()"
@@ -163,7 +163,7 @@ class Comparison:
         for layer, state, averages, with_state, total, squares, failures, kept in zip(
             layers, states, *columns, strict=True
         ):
-            if not agree.alike(world, total, squares):
+            if not agree.are_equal(world, total, squares):
                 state.missed = 1
                 in_part.append(layer)
             is_uneven = 0 < kept < world and with_state < world
@@ -409,7 +409,7 @@ class Exchange:
         wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
         buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
 
-        def terms(bucket: Bucket[FactorFacts]) -> list[Tensor]:
+        def terms(bucket: Bucket) -> list[Tensor]:
             pairs = [(layer_of[factor.layer.name], factor.side) for factor in bucket.items]
             chosen = [(layer, side, layer.turned) for layer, side in pairs]
             return [term.flatten() for term in sums.take(chosen, plan)]

@@ -187,7 +187,7 @@ class Answers:
         DistributedDataParallel's.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
-        return self.account.per_slot(self.schedule, *intervals).per_step()[self.ranks.rank]
+        return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
 
     def metrics(self, *, wait: bool = False) -> dict[str, float]:
         """Return how training goes on this rank, as plain numbers by name; no collective is called.

@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,22 +20,62 @@ from torch import Tensor
 
 from ..errors import invalid, invalid_because
 from ..plan.assignment import Grid
-from ..plan.facts import FactorFacts, cargo_bytes
-from ..plan.routes import Bucket, CopyItem, Round, all_reduced, chunks, grouped, overlaps
+from ..plan.facts import all_reduced, cargo_bytes, chunks, grouped, padded
 
-_STEPS = 3  # of a bucket, and so the buckets on their way at once: bounds their memory
-
-
-class Cargo(Protocol):
-    """Tensors of an item, alike on all members: the owner sends them, the others fill them."""
-
-    @property
-    def tensors(self) -> list[Tensor]: ...
+Lists = Sequence[Sequence[Tensor]]  # tensors of each rank
+_AT_ONCE = 3  # buckets that are on their way at the same time: bounds their memory
 
 
-C = TypeVar("C", bound=Cargo)
-T = TypeVar("T")
-P = TypeVar("P", bound=CopyItem | FactorFacts)
+class CopyItem(NamedTuple):
+    """Tensors that their owner sends to the other members of its group, all at once."""
+
+    owner: int
+    size: int  # in bytes
+    content: Any
+
+
+class Bucket:
+    """Items that travel together, cut into an equal piece for each member of a group.
+
+    An item has a size, and an owner: the rank that its sum goes to, or that its bytes come from.
+    They travel in two hops. Sums: each member receives all terms of its piece, and sends the sum
+    on to the owners. Copies: each member receives its piece from the owners, and sends it on to
+    all members. So every member carries the same load, whoever owns the items.
+    """
+
+    def __init__(self, items: Iterable[Any], members: Sequence[int], world: int) -> None:
+        # Members ascend, and so must the items' owners: what an owner has is one interval.
+        self.items = sorted(items, key=lambda item: item.owner)
+        self.starts: list[int] = []
+        self.size, self.world = 0, world
+        self.sizes = dict.fromkeys(members, 0)  # of all items of each owner
+        for item in self.items:
+            self.starts.append(self.size)
+            self.size += padded(item.size)
+            self.sizes[item.owner] += padded(item.size)
+        self.straight = False  # the owners' parts are the pieces, and need no first hop
+
+    @functools.cached_property
+    def owned(self) -> list[int]:
+        """The bounds of each rank's items; ranks that are no members have none."""
+        bounds = [0]
+        for rank in range(self.world):
+            bounds.append(bounds[-1] + self.sizes.get(rank, 0))
+        return bounds
+
+    @functools.cached_property
+    def pieces(self) -> list[int]:
+        """The bounds of each rank's piece."""
+        length, bounds = padded(-(-self.size // len(self.sizes))), [0]
+        for rank in range(self.world):
+            bounds.append(min(self.size, bounds[-1] + length * (rank in self.sizes)))
+        return self.owned if self.straight else bounds
+
+
+def overlaps(bounds: Sequence[int], at: int, intervals: Sequence[int]) -> list[int]:
+    """Return how much of the interval ``at`` between bounds lies in each of the intervals."""
+    start, stop = bounds[at], bounds[at + 1]
+    return [max(0, min(stop, b) - max(start, a)) for a, b in itertools.pairwise(intervals)]
 
 
 class GatherItem(NamedTuple):
@@ -53,7 +92,7 @@ class GatherItem(NamedTuple):
 class _Flight(NamedTuple):
     """Bytes on their way from and to all ranks."""
 
-    sent: Tensor  # kept alive until the exchange ends
+    sent: Tensor  # must live until the exchange ends
     received: Tensor
     work: Any
     kind: str
@@ -86,7 +125,7 @@ class Ranks:
         self.comm_dtype = comm_dtype
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
         self.group = group
-        # Ranks outside the group hold a placeholder.
+        # Ranks outside of a group hold a placeholder in its place.
         if group is not None and not (
             dist.is_available()
             and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER)
@@ -101,9 +140,8 @@ class Ranks:
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise invalid_because(
-                "process_group", "this rank is not in it; build the optimizer on its members only"
-            )
+            why = "this rank is not in it; build the optimizer on its members only"
+            raise invalid_because("process_group", why)
         self.grid = Grid(1, 1)
         # The host reads the status numbers: exchange them on the CPU if its backend can.
         self._host = torch.device("cpu")
@@ -123,6 +161,8 @@ class Ranks:
         """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
+        # An all-reduce works in place: without a copy, a rank that compares its own numbers with
+        # the sums later would compare the sums with themselves.
         total = numbers.to(self._host, copy=True)
         with _named(during):
             dist.all_reduce(total, group=self.group)
@@ -139,91 +179,91 @@ class Ranks:
         self.received[kind] += all_reduced(numbers.nbytes, self.world)
         return numbers
 
-    def gather_objects(self, mine: Any, during: str) -> list[Any]:
+    def gather_objects(self, value: Any, during: str) -> list[Any]:
         """Return all ranks' objects, in the order of ranks; the exchange is slow: use it rarely."""
-        if self.world == 1:
-            return [mine]
-        all_ranks: list[Any] = [None] * self.world
-        with _named(during):
-            dist.all_gather_object(all_ranks, mine, group=self.group)
-        return all_ranks
+        values: list[Any] = [value] * self.world
+        if self.world > 1:
+            with _named(during):
+                dist.all_gather_object(values, value, group=self.group)
+        return values
 
     # ---- sums ----
 
     def reduce_to_owners(
-        self, loads: Iterable[tuple[Bucket[P], list[Tensor]]], kind: str
-    ) -> Iterator[list[tuple[P, Tensor]]]:
+        self, loads: Iterable[tuple[Bucket, list[Tensor]]], kind: str
+    ) -> Iterator[list[tuple[Any, Tensor]]]:
         """Bring every item's sum to its owner; yield this rank's sums of some buckets at a time.
 
         ``loads`` are buckets, each with this rank's terms, flat and of one dtype and device. The
-        next load is asked for while earlier ones are on their way. Every element is added up in one
-        order of the ranks, whichever rank adds, so that the bits depend neither on the owners nor
-        on the buckets. Sums of several buckets go on together, up to a bucket for each owner: a
-        large factor's bucket has one owner, and bucket by bucket all others would wait for it.
+        next load is asked for while earlier ones are on their way.
         """
-        added: list[tuple[Bucket[P], Tensor]] = []
+        # Sums of several buckets go on together, up to a bucket for each owner. A large factor's
+        # bucket has one owner: bucket by bucket, all other ranks would wait for it.
+        added: list[tuple[Bucket, Tensor]] = []
         coming = [0] * self.world  # bytes of these buckets that each owner is to receive
-        for bucket, piece in _in_turns(map(functools.partial(self._sum, kind), loads)):
+        for bucket, piece in self._sums(loads, kind):
             sizes = [size * piece.itemsize for size in bucket.sizes.values()]
-            most = max(map(sum, zip(coming, sizes, strict=True)))
-            if added and (
-                most > max(self.bucket_bytes, *coming) or piece.device != added[0][1].device
-            ):
+            grown = [a + b for a, b in zip(coming, sizes, strict=True)]
+            is_full = max(grown) > max(self.bucket_bytes, *coming)
+            if added and (is_full or piece.device != added[0][1].device):
                 yield self._to_owners(added, kind)
-                coming = [0] * self.world
+                grown = sizes
             added.append((bucket, piece))
-            coming = [*map(sum, zip(coming, sizes, strict=True))]
-            del piece
+            coming = grown
+            del piece  # the list alone keeps it
         if added:
             yield self._to_owners(added, kind)
 
-    def _sum(
-        self, kind: str, load: tuple[Bucket[P], list[Tensor]]
-    ) -> Iterator[list[tuple[Bucket[P], Tensor]]]:
-        """Send every rank this rank's terms of its piece; yield the sum of this rank's piece."""
-        bucket, terms = load
-        dtype, wire = terms[0].dtype, self.comm_dtype or terms[0].dtype
-        flat = terms[0].new_zeros(bucket.size, dtype=wire)
-        places = zip(bucket.items, bucket.starts, strict=True)
-        torch._foreach_copy_([flat[start : start + x.size] for x, start in places], terms)
-        del load, terms  # free them before the next load is made
-        sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
-        flight = self._exchange(flat, sizes, [sizes[self.rank]] * self.world, kind)
-        del flat
-        yield []
-        yield []
+    def _sums(
+        self, loads: Iterable[tuple[Bucket, list[Tensor]]], kind: str
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Send every rank its piece of this rank's terms; yield buckets with this rank's piece."""
+        flights: deque[tuple[Bucket, torch.dtype, _Flight]] = deque()
+        for bucket, terms in loads:
+            dtype = terms[0].dtype
+            flat = terms[0].new_zeros(bucket.size, dtype=self.comm_dtype or dtype)
+            places = zip(bucket.items, bucket.starts, strict=True)
+            torch._foreach_copy_([flat[start : start + x.size] for x, start in places], terms)
+            del terms  # a name would keep them while the next load is made, and so would ``flat``
+            sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
+            arriving = [sizes[self.rank]] * self.world
+            flights.append((bucket, dtype, self._exchange(flat, sizes, arriving, kind)))
+            del flat
+            if len(flights) == _AT_ONCE:
+                yield self._added(flights)
+        while flights:
+            yield self._added(flights)
+
+    def _added(self, flights: deque[tuple[Bucket, torch.dtype, _Flight]]) -> tuple[Bucket, Tensor]:
+        bucket, dtype, flight = flights.popleft()
         rows = flight.wait().view(self.world, -1).to(dtype)
-        del flight
-        piece = _added_up(rows).clone()  # a view would keep all rows
-        del rows
-        yield [(bucket, piece)]
+        return bucket, _added_up(rows).clone()  # a view would keep all rows
 
-    def _to_owners(
-        self, added: list[tuple[Bucket[P], Tensor]], kind: str
-    ) -> list[tuple[P, Tensor]]:
-        """Send the sums of this rank's pieces to their owners; return the sums that it owns.
-
-        The list is emptied.
-        """
-        leaving: list[tuple[Tensor, ...]] = []
-        arriving: list[tuple[Tensor, ...]] = []
-        sums: list[tuple[P, Tensor]] = []
+    def _to_owners(self, added: list[tuple[Bucket, Tensor]], kind: str) -> list[tuple[Any, Tensor]]:
+        """Send the sums of this rank's pieces to their owners; return the sums that it owns."""
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
+        incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
+        sums: list[tuple[Any, Tensor]] = []
         for bucket, piece in added:
             room, first = piece.new_empty(bucket.sizes[self.rank]), bucket.owned[self.rank]
-            leaving.append(piece.split(overlaps(bucket.pieces, self.rank, bucket.owned)))
-            arriving.append(room.split(overlaps(bucket.owned, self.rank, bucket.pieces)))
+            leaving = piece.split(overlaps(bucket.pieces, self.rank, bucket.owned))
+            arriving = room.split(overlaps(bucket.owned, self.rank, bucket.pieces))
+            for rank in range(self.world):
+                outgoing[rank].append(leaving[rank])
+                incoming[rank].append(arriving[rank])
             for item, start in zip(bucket.items, bucket.starts, strict=True):
                 if item.owner == self.rank:
                     sums.append((item, room[start - first : start - first + item.size]))
         device = added[0][1].device
-        added.clear()
-        self.all_to_all([*zip(*leaving, strict=True)], [*zip(*arriving, strict=True)], device, kind)
+        added.clear()  # the caller's list would keep the pieces while sums are used
+        self.all_to_all(outgoing, incoming, device, kind)
         return sums
 
     def _exchange(
         self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], kind: str
     ) -> _Flight:
         """Start an all-to-all; as bytes, since not every backend takes every dtype."""
+        # Also where this rank sends and receives nothing: the other ranks wait for its call.
         received, item = sent.new_empty(sum(sizes_in)), sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
@@ -239,21 +279,16 @@ class Ranks:
 
     # ---- copies ----
 
-    def all_to_all(
-        self,
-        outgoing: Sequence[Sequence[Tensor]],
-        incoming: Sequence[Sequence[Tensor]],
-        device: torch.device,
-        kind: str,
-    ) -> None:
+    def all_to_all(self, outgoing: Lists, incoming: Lists, device: torch.device, kind: str) -> None:
         """Send each rank its tensors and fill what each rank sends here; lists are by rank."""
         if self.world == 1:
             torch._foreach_copy_([*incoming[0]], [*outgoing[0]])
             return
-        sent = _carved([t for tensors in outgoing for t in tensors], device)
-        sizes_out, sizes_in = [*map(_bytes_of, outgoing)], [*map(_bytes_of, incoming)]
+        sent = _packed([tensor for tensors in outgoing for tensor in tensors], device)
+        sizes_out = [_bytes_of(tensors) for tensors in outgoing]
+        sizes_in = [_bytes_of(tensors) for tensors in incoming]
         received = self._exchange(sent, sizes_out, sizes_in, kind).wait()
-        _unload(received, [t for tensors in incoming for t in tensors])
+        _unpack(received, [tensor for tensors in incoming for tensor in tensors])
 
     def gather_to(self, items: list[GatherItem], to: int, kind: str) -> dict[Any, Tensor]:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
@@ -276,101 +311,80 @@ class Ranks:
 
     def broadcast(
         self,
-        rounds: Iterable[Round],
-        cargo: Iterator[list[C]],
+        rounds: Iterable[list[Bucket]],
+        cargo: Iterator[list[Any]],
         device: torch.device,
         kind: str,
         *,
         ahead: bool = False,
-    ) -> Iterator[C]:
+    ) -> Iterator[Any]:
         """Give items from their owners to all members of their groups; yield cargo as it arrives.
 
-        All ranks exhaust the iterator. One group may stand for all groups if their items have the
-        same sizes. ``cargo`` yields the cargo of each item of this rank's buckets, in the order
-        of their items. An item's cargo is made when its bucket is loaded, while earlier buckets
-        are still on their way. With ``ahead``, all remaining cargo is made before this rank first
-        waits for another. The first hop is left out if every member owns its piece.
+        All ranks exhaust the iterator. A round has a bucket for each group of ranks; one group may
+        stand for all groups if their items have the same sizes. ``cargo`` yields a list for each
+        item of this rank's buckets, in their order. A cargo has ``tensors``: its owner sends them,
+        and the other members fill them. It is made when its bucket is loaded, while earlier ones
+        are on their way; with ``ahead``, all is made before this rank first waits for another.
         """
-
-        def tasks() -> Iterator[Iterator[list[C]]]:
-            nonlocal cargo
-            for number, buckets in enumerate(rounds):
-                members = [bucket for bucket in buckets if self.rank in bucket.sizes]
-                bucket: Bucket[CopyItem] = members[0] if members else Bucket([], [self.rank])
-                straight = all(each.pieces == each.owned for each in buckets)
-                loaded = list(itertools.islice(cargo, len(bucket.items)))
-                yield self._copy(bucket, loaded, device, kind, straight)
-                if ahead and (not straight or number + 2 == _STEPS):  # the next turn may wait
-                    cargo = iter(list(cargo))
-
-        yield from _in_turns(tasks())
+        running: deque[Iterator[list[Any]]] = deque()
+        turns: list[list[Bucket]] = [*rounds, *[[]] * (_AT_ONCE - 1)]
+        for turn, buckets in enumerate(turns, 1):
+            for bucket in buckets:
+                if self.rank in bucket.sizes:
+                    loaded = [next(cargo) for _ in bucket.items]
+                    running.append(self._copy(bucket, loaded, device, kind))
+            # Each bucket on its way takes a step, the newest first. All ranks must do so, those
+            # with an empty bucket, too: collectives are matched by their order alone.
+            for number in reversed(range(len(running))):
+                yield from next(running[number])  # a name would keep tensors of an ended one
+            if turn >= _AT_ONCE:
+                running.popleft()
+            # The next turn may wait: for a first hop, or for the oldest bucket.
+            if ahead and (turn == _AT_ONCE - 1 or not all(x.straight for x in buckets)):
+                cargo = iter(list(cargo))
 
     def _copy(
-        self,
-        bucket: Bucket[CopyItem],
-        cargo: list[list[C]],
-        device: torch.device,
-        kind: str,
-        straight: bool,
-    ) -> Iterator[list[C]]:
-        """Send each member its piece of this rank's items, and all members this rank's piece."""
-        tensors: dict[bool, list[Tensor]] = {True: [], False: []}
+        self, bucket: Bucket, cargo: list[list[Any]], device: torch.device, kind: str
+    ) -> Iterator[list[Any]]:
+        """Send each member its piece of this rank's items, and all members this rank's piece.
+
+        The last of three steps yields the cargo.
+        """
+        outgoing: list[Tensor] = []
+        incoming: list[Tensor] = []
         for item, parts in zip(bucket.items, cargo, strict=True):
-            tensors[item.owner == self.rank] += [t for part in parts for t in part.tensors]
-        piece, at = _carved(tensors.pop(True), device), list(bucket.sizes).index(self.rank)
-        of_owners = overlaps(bucket.pieces, at, bucket.owned)  # parts of this rank's piece
-        of_pieces = overlaps(bucket.owned, at, bucket.pieces)  # parts of this rank's items
-        if not straight:  # else every member has its piece
-            sizes = self._by_rank(bucket, of_pieces), self._by_rank(bucket, of_owners)
-            flight = self._exchange(piece, *sizes, kind)
+            for part in parts:
+                (outgoing if item.owner == self.rank else incoming).extend(part.tensors)
+        piece = _packed(outgoing, device)
+        del outgoing  # packed triangles, which nothing else keeps
+        of_owners = overlaps(bucket.pieces, self.rank, bucket.owned)  # parts of this rank's piece
+        of_pieces = overlaps(bucket.owned, self.rank, bucket.pieces)  # parts of this rank's items
+        if not bucket.straight:
+            flight = self._exchange(piece, of_pieces, of_owners, kind)
             yield []
             piece = flight.wait()
         # A member does not get back the bytes that came from it.
-        first, sent = bucket.pieces[at], list[Tensor]()
-        for start, stop in itertools.pairwise(bucket.owned):
-            sent += [piece[: max(0, start - first)], piece[max(0, stop - first) :]]
-        lengths = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
-        sizes_in = self._by_rank(bucket, [*map(operator.sub, lengths, of_pieces)])
-        sizes_out = self._by_rank(bucket, [len(piece) - size for size in of_owners])
+        first, sent = bucket.pieces[self.rank], list[Tensor]()
+        sizes_out, sizes_in = [0] * self.world, [0] * self.world
+        for rank in bucket.sizes:
+            start, stop = bucket.owned[rank] - first, bucket.owned[rank + 1] - first
+            sent += [piece[: max(0, start)], piece[max(0, stop) :]]
+            sizes_out[rank] = len(piece) - of_owners[rank]
+            sizes_in[rank] = bucket.pieces[rank + 1] - bucket.pieces[rank] - of_pieces[rank]
         flight = self._exchange(torch.cat(sent), sizes_out, sizes_in, kind)
         del piece, sent
         yield []
-        if straight:
+        if bucket.straight:
             yield []
-        _unload(flight.wait(), tensors[False])
+        _unpack(flight.wait(), incoming)
         del flight
         yield [part for parts in cargo for part in parts]
 
-    def _by_rank(self, bucket: Bucket[CopyItem], sizes: list[int]) -> list[int]:
-        """Return sizes of a bucket's members as sizes of all ranks."""
-        every = [0] * self.world
-        for member, size in zip(bucket.sizes, sizes, strict=True):
-            every[member] = size
-        return every
-
-
-def _in_turns(tasks: Iterable[Iterator[list[T]]]) -> Iterator[T]:
-    """Yield what the steps of each task yield; in a turn, each task on its way takes one step.
-
-    All ranks run the same tasks, so that they send in one order.
-    """
-    running: deque[Iterator[list[T]]] = deque()
-    for turn, task in enumerate(itertools.chain(tasks, [None] * (_STEPS - 1)), 1):
-        if task is not None:
-            running.append(task)
-        # By number: a variable would keep the tensors of a task that has ended.
-        for number in reversed(range(len(running))):
-            yield from next(running[number])
-        if turn >= _STEPS:
-            running.popleft()
-
 
 def _added_up(rows: Tensor) -> Tensor:
-    """Return the sum of the ranks' rows, always added in the same tree; overwrite the rows.
-
-    The sums are elementwise: the bits of ``sum(0)`` would depend on an element's place in the
-    buffer.
-    """
+    """Return the sum of the ranks' rows, always added in the same tree; overwrite the rows."""
+    # Every element is added up in one order of the ranks, whichever rank adds. The bits of
+    # ``rows.sum(0)`` would depend on an element's place in the buffer, and so on the buckets.
     count = rows.shape[0]
     while count > 1:
         half = count // 2
@@ -383,16 +397,14 @@ def _bytes_of(tensors: Sequence[Tensor]) -> int:
     return cargo_bytes(tensor.nbytes for tensor in tensors)
 
 
-def _carved(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Return one buffer with the bytes of all tensors."""
+def _packed(tensors: list[Tensor], device: torch.device) -> Tensor:
     buffer = torch.empty(_bytes_of(tensors), dtype=torch.uint8, device=device)
     if tensors:
         torch._foreach_copy_(_views(buffer, tensors), tensors)
     return buffer
 
 
-def _unload(buffer: Tensor, tensors: list[Tensor]) -> None:
-    """Fill tensors with the bytes of a buffer."""
+def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
     if tensors:
         torch._foreach_copy_(tensors, _views(buffer, tensors))
 
@@ -401,9 +413,9 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     """Return views of a buffer of bytes that are shaped like these tensors."""
     views, start = [], 0
     for tensor in tensors:
-        view = buffer[start : start + tensor.nbytes]
-        views.append(view.view(tensor.dtype).view(tensor.shape))
-        start += cargo_bytes([tensor.nbytes])
+        part = buffer[start : start + tensor.nbytes]
+        views.append(part.view(tensor.dtype).view(tensor.shape))
+        start += padded(tensor.nbytes)
     return views
 
 

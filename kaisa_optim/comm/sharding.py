@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,13 +31,12 @@ def cut_otherwise(model: nn.Module) -> list[Tensor]:
     if not _SHARDED:
         return []
     sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
-    wrapped = (m for m in model.modules() if isinstance(m, FSDPModule)) if sharded else ()
+    wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)] if sharded else []
     gathered = {p for module in wrapped for p in module.parameters()}
     cut = []
     for p in sharded:
-        plain = all(type(x) in (Shard, Replicate) for x in p.placements)
-        divided = sum(type(x) is Shard for x in p.placements)
-        if p not in gathered or not plain or divided > 1:
+        kinds = [type(x) for x in p.placements]
+        if p not in gathered or not {*kinds} <= {Shard, Replicate} or kinds.count(Shard) > 1:
             cut.append(p)
     return cut
 
@@ -53,25 +51,21 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
             f"{ranks}; pass the group of all ranks of that mesh"
         )
         raise invalid_because("process_group", why)
-    split = [i for i, x in enumerate(placements) if type(x) is Shard]  # mesh dimensions
+    # The mesh dimension that splits the parameter; HSDP's other one has copies.
+    split = [i for i, x in enumerate(placements) if type(x) is Shard]
     dim: int = getattr(placements[split[0]], "dim", 0) if split else 0
-    size = parameter.shape[dim]
-    ways = mesh.shape[split[0]] if split else 1
-    chunk = -(-size // ways)  # as torch.chunk cuts
-    extents, replicas = {}, {}
-    for at in itertools.product(*map(range, mesh.shape)):
-        rank = int(mesh.mesh[at])
-        index = at[split[0]] if split else 0
+    size, ways = parameter.shape[dim], mesh.shape[split[0]] if split else 1
+    # As torch.chunk cuts: the last parts may be shorter, or empty.
+    chunk = -(-size // ways)
+    extents, replicas = [], []
+    for rank in ranks:
+        at = (mesh.mesh == rank).nonzero()[0].tolist()
+        index = at.pop(split[0]) if split else 0
         start = min(size, index * chunk)
-        extents[rank] = start, min(size, start + chunk) - start
+        extents.append((start, min(size, start + chunk) - start))
         # Of a parameter that is not split, every rank has a whole copy of its own.
-        replicas[rank] = tuple(x for i, x in enumerate(at) if i not in split[:1])
-    return ShardPlaces(
-        dim,
-        tuple(extents[rank] for rank in ranks),
-        tuple(replicas[rank] for rank in ranks),
-        tuple(parameter.shape),
-    )
+        replicas.append(tuple(at))
+    return ShardPlaces(dim, tuple(extents), tuple(replicas), tuple(parameter.shape))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -81,10 +75,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's parts of sharded tensors, and other tensors as they are.
-
-    The parts share memory. Not every foreach operation takes sharded tensors.
-    """
+    """Return this rank's parts of sharded tensors, and other tensors as they are."""
+    # Not every foreach operation takes sharded tensors. The parts share memory with them.
     tensors = list(tensors)
     if set(map(type, tensors)).isdisjoint(_SHARDED):
         return tensors

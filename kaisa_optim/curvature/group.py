@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..layers import Layer
-from ..plan.facts import Sizes, TensorSpec
-from ..plan.routes import grouped
+from ..plan.facts import Sizes, TensorSpec, grouped
 
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
 

@@ -7,7 +7,6 @@ same answer alone, and a plan for 4,096 ranks can be made without them.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -93,16 +92,15 @@ class WorkAssignment(ABC):
         # The layers over the columns, then the factors of each column over its ranks.
         totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
         columns = balance([a + g for a, g in costs], totals)
-        owners_of = [[0, 0] for _ in tasks]  # of A and of G
+        placements = [Placement(0, 0)] * len(tasks)
         for column in range(grid.columns):
             ranks = grid.workers_of(column)
             layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
-            factors = list(itertools.product(layers, (0, 1)))
-            of_factors = [costs[layer][side] for layer, side in factors]
-            placed = balance(of_factors, [load[rank] for rank in ranks])
-            for (layer, side), place in zip(factors, placed, strict=True):
-                owners_of[layer][side] = ranks[place]
-        return [Placement(a, g) for a, g in owners_of]
+            factors = [cost for layer in layers for cost in costs[layer]]  # A, G, A, G, ...
+            owners = [ranks[i] for i in balance(factors, [load[rank] for rank in ranks])]
+            for layer, a, g in zip(layers, owners[::2], owners[1::2], strict=True):
+                placements[layer] = Placement(a, g)
+        return placements
 
     def __repr__(self) -> str:
         # Ranks compare this text, so it must not contain an address.
@@ -131,7 +129,7 @@ class Hybrid(WorkAssignment):
         check_fraction(self.grad_worker_fraction)
 
     def gradient_workers(self, world: int) -> int:
-        return _workers(self.grad_worker_fraction, world)
+        return max(1, round(self.grad_worker_fraction * world))
 
 
 @dataclass(frozen=True)
@@ -161,16 +159,14 @@ def choose(
     if isinstance(assignment, WorkAssignment):
         return assignment
     if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
-        raise invalid_because(
-            "assignment",
-            f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()",
-        )
+        why = f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()"
+        raise invalid_because("assignment", why)
     hybrid = Hybrid() if grad_worker_fraction is None else Hybrid(grad_worker_fraction)
     if assignment is None:
         return LayerWise() if grad_worker_fraction is None else hybrid
-    for name, strategy in (("layer-wise", LayerWise()), ("hybrid", hybrid), ("opt", Opt())):
-        if assignment == name:
-            return strategy
+    strategies = {"layer-wise": LayerWise(), "hybrid": hybrid, "opt": Opt()}
+    if isinstance(assignment, str) and assignment in strategies:
+        return strategies[assignment]
     must = 'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment'
     raise invalid("assignment", assignment, must)
 
@@ -184,11 +180,10 @@ def make_grid(
     if world == 1:
         return Grid(1, 1)  # a script for many ranks must also run on one
     workers = strategy.gradient_workers(world)
-    if not _is_count(workers) or not 1 <= workers <= world:
-        near = []
-    else:
-        below = next(n for n in range(workers, 0, -1) if world % n == 0)
-        near = [below, next(n for n in range(workers, world + 1) if world % n == 0)]
+    near: list[int] = []  # the nearest divisors, below and above
+    if _is_count(workers) and 1 <= workers <= world:
+        divisors = [n for n in range(1, world + 1) if world % n == 0]
+        near = [max(n for n in divisors if n <= workers), min(n for n in divisors if n >= workers)]
     if near and isinstance(strategy, Hybrid) and workers not in near:
         fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
         why = (
@@ -203,30 +198,15 @@ def make_grid(
             f"a whole number from 1 to {world} that divides {world}{such_as}"
         )
         raise invalid_because("assignment", why)
-    fraction = None if grad_worker_fraction is None else check_fraction(grad_worker_fraction)
-    if fraction is not None and _workers(fraction, world) != workers:
+    fraction = grad_worker_fraction
+    wanted = workers if fraction is None else Hybrid(fraction).gradient_workers(world)
+    if wanted != workers:
         why = (
-            f"{fraction!r} makes {_workers(fraction, world)} of {world} ranks gradient workers, "
+            f"{fraction!r} makes {wanted} of {world} ranks gradient workers, "
             f"but assignment {strategy!r} makes {workers}; leave out one of the two"
         )
         raise invalid_because("grad_worker_fraction", why)
     return Grid(world, int(workers))
-
-
-def colocated(strategy: WorkAssignment, grid: Grid, colocate: bool | None) -> bool:
-    """Return whether A and G of a layer stay on one rank, by the user's choice or the strategy's.
-
-    In a world of one rank they always do.
-    """
-    if grid.workers > 1:
-        return bool(strategy.colocate if colocate is None else colocate)
-    if colocate is False and grid.world > 1:
-        why = (
-            f"False needs two gradient workers or more, and {strategy!r} means one of "
-            f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
-        )
-        raise invalid_because("colocate_factors", why)
-    return True
 
 
 def assign(
@@ -240,7 +220,13 @@ def assign(
 
     ``load`` is the cost of earlier tasks on each rank (see `loads`); these tasks keep their ranks.
     """
-    together = colocated(strategy, grid, colocate)
+    if colocate is False and grid.workers == 1 < grid.world:
+        why = (
+            f"False needs two gradient workers or more, and {strategy!r} means one of "
+            f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
+        )
+        raise invalid_because("colocate_factors", why)
+    together = bool(strategy.colocate if colocate is None else colocate) or grid.workers == 1
     load = [0.0] * grid.world if load is None else list(load)
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
     author = f"{type(strategy).__name__}.place"
@@ -255,7 +241,8 @@ def assign(
     for task, placement in zip(tasks, answer, strict=True):
         if fault := _fault(placement, grid, together):
             raise invalid_because("assignment", f"{author} put {task.name!r} {fault}")
-        placements[task.name] = Placement(*map(int, placement))
+        a, g = placement
+        placements[task.name] = Placement(int(a), int(g))
     return placements
 
 
@@ -276,16 +263,16 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """Return the rank of each cost: the largest first, each to the emptiest rank.
 
     ``load`` is each rank's load before. From an empty load, no rank gets more than 4/3 of the
-    fullest rank's load in the best balance (Graham 1969). Among equal costs, and among equal ranks,
-    the first is taken first, so that all ranks find the same answer.
+    fullest rank's load in the best balance (Graham 1969).
     """
-    queue = [(there, rank) for rank, there in enumerate(load)]
+    queue = [(before, rank) for rank, before in enumerate(load)]
     heapq.heapify(queue)
     owners = [0] * len(costs)
+    # Among equal costs, and among equal ranks, the first is taken first. Without a stable sort,
+    # ranks would find different owners, and wait for each other.
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        there, rank = queue[0]
-        owners[i] = rank
-        heapq.heapreplace(queue, (there + costs[i], rank))
+        before, owners[i] = queue[0]
+        heapq.heapreplace(queue, (before + costs[i], owners[i]))
     return owners
 
 
@@ -325,10 +312,6 @@ def _fault(placement: Any, grid: Grid, together: bool) -> str:
             f"grid.workers_of({a}), the ranks {column[:4]}{' and so on' if column[4:] else ''}"
         )
     return ""
-
-
-def _workers(fraction: float, world: int) -> int:
-    return max(1, round(fraction * world))
 
 
 def _is_count(value: Any) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from .assignment import Placement, Task
 
-Side = str  # "a" or "g"
 Shape = tuple[int, ...]
-
-ALIGN = 16  # items are padded to this number of elements, and tensors to this number of bytes
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 WIDEST = 16384  # the widest side with a factor in full
 _NARROW = 64  # a side so many times as wide as the other costs as many times Adam's moments
@@ -27,13 +26,7 @@ def widest(inputs: int, outputs: int) -> int:
     return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))
 
 
-class Work(NamedTuple):
-    """The operations of one rule, by their counts."""
-
-    decomposition: str  # the operation of a hardware profile that makes a factor's state
-    two_sided: int  # products of a gradient with matrices of both sides
-    # Polynomials that make a gradient orthogonal, by its shorter side.
-    polynomials: Callable[[int], int] | None = None
+# ---- layers and factors ----
 
 
 class ShardPlaces(NamedTuple):
@@ -52,8 +45,11 @@ class ShardPlaces(NamedTuple):
         """Return the part of a whole tensor that a rank has."""
         return whole.narrow(self.dim, *self.extents[rank])
 
-    def part_shape(self, rank: int) -> Shape:
-        return (*self.shape[: self.dim], self.extents[rank][1], *self.shape[self.dim + 1 :])
+    def count(self, rank: int) -> int:
+        """Return the number of elements of a rank's part."""
+        return self.extents[rank][1] * math.prod(
+            self.shape[: self.dim] + self.shape[self.dim + 1 :]
+        )
 
 
 class LayerFacts(NamedTuple):
@@ -74,9 +70,8 @@ class LayerFacts(NamedTuple):
 
     @property
     def shape(self) -> Hashable:
-        """The sizes that layers of one stack have alike."""
-        task = self.task
-        return task.a, task.g, task.diagonal_a, task.diagonal_g
+        """The sizes that all layers of one stack have."""
+        return self.task.a, self.task.g, self.task.diagonal_a, self.task.diagonal_g
 
     @property
     def place(self) -> Hashable:
@@ -98,17 +93,13 @@ class LayerFacts(NamedTuple):
 
 
 class FactorFacts(NamedTuple):
-    """One factor of a layer; an item of :class:`routes.Bucket`."""
+    """One factor of a layer; an item of a bucket of sums."""
 
     layer: LayerFacts
-    side: Side
+    side: str  # "a" or "g"
     owner: int
     n: int
     diagonal: bool
-
-    @property
-    def sides(self) -> tuple[int, bool]:
-        return self.n, self.diagonal
 
     @property
     def size(self) -> int:
@@ -123,6 +114,18 @@ class FactorFacts(NamedTuple):
     def operations(self) -> int:
         """Operations of its decomposition, up to a constant that is about the same for all."""
         return self.elements * (1 if self.diagonal else self.n)
+
+
+# ---- tensors that a rule keeps ----
+
+
+class Work(NamedTuple):
+    """The operations of one rule, by their counts."""
+
+    decomposition: str  # the operation of a hardware profile that makes a factor's state
+    two_sided: int  # products of a gradient with matrices of both sides
+    # Polynomials that make a gradient orthogonal, by its shorter side.
+    polynomials: Callable[[int], int] | None = None
 
 
 # What a state that is loaded without a tensor means for its layer.
@@ -152,9 +155,11 @@ class TensorSpec(NamedTuple):
 
     def bytes(self, layer: LayerFacts, sides: tuple[int, int], stored: int | None) -> int:
         """Return the bytes of all blocks; ``stored`` are bytes of a number."""
-        shape, own = self.shape_of(sides), layer.itemsize
-        number = {"stored": stored or own, "own": own, "int32": 4}[self.dtype]
-        return 0 if shape is None else layer.task.blocks * math.prod(shape) * number
+        shape = self.shape_of(sides)
+        if shape is None:
+            return 0
+        itemsizes = {"stored": stored or layer.itemsize, "own": layer.itemsize, "int32": 4}
+        return layer.task.blocks * math.prod(shape) * itemsizes[self.dtype]
 
 
 OF_AVERAGES = (
@@ -187,19 +192,47 @@ class Sizes(NamedTuple):
     def specs(self) -> tuple[TensorSpec, ...]:
         return (*self.of_owner, *self.of_factor, *self.of_gradient)
 
-    def state(self, factor: FactorFacts) -> int:
-        """Return the bytes of a factor's state on the wire."""
-        layer, sides = factor.layer, factor.sides
-        if self.packed:
-            return cargo_bytes([factor.size * (self.stored or layer.itemsize)])
-        return cargo_bytes(spec.bytes(layer, sides, self.stored) for spec in self.of_factor)
+
+# ---- items that travel ----
+
+# Items are padded to this number of elements, and tensors to this number of bytes. Below 8, views
+# of bytes as float64 would raise: they begin at multiples of their item's size.
+ALIGN = 16
 
 
 def padded(size: int) -> int:
-    """Return a size whose items and tensors begin where views of any dtype can begin."""
+    """Return the next multiple of :data:`ALIGN`."""
     return -(-size // ALIGN) * ALIGN
 
 
 def cargo_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes that tensors of these sizes take on the wire together."""
     return sum(map(padded, sizes))
+
+
+def all_reduced(size: int, world: int) -> int:
+    """Return the bytes that an all-reduce of so many bytes brings to each rank."""
+    return 2 * size * (world - 1) // world
+
+
+def grouped(items: Iterable[T], key_of: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return items by key, in the order of each key's first item."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key_of(item), []).append(item)
+    return groups
+
+
+def chunks(items: Iterable[T], size_of: Callable[[T], int], limit: float) -> Iterator[list[T]]:
+    """Yield neighbours together, up to ``limit``; a single item may be larger."""
+    chunk: list[T] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if chunk and total + size > limit:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
+        total += size
+    if chunk:
+        yield chunk

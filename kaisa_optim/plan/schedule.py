@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .facts import LayerFacts
-from .routes import grouped
+from .facts import LayerFacts, grouped
 
 # The active layers of each slot by its place in an interval; a slot of frozen layers is empty.
 Slots = dict[int, frozenset[str]]
@@ -58,13 +56,16 @@ class Schedule:
             due = self._active
         if step == 0 or step in self._early:
             refreshed = self._active
+        # Each slot comes again within an interval of the next step.
         first = step + 1
         coming = [early for early in self._early if early >= first]
         coming += [first + (slot - first) % gathering for slot in gathers]
         coming += [first + (slot - first) % interval for slot in refreshes]
-        for n in (turn, turn + 1) if late else ():
-            extra = n * gathering + (1 + n) % gathering
-            coming += [extra] if extra >= first else []
+        if late:
+            extra = turn * gathering + (1 + turn) % gathering
+            if extra < first:  # this interval's is over
+                extra = (turn + 1) * gathering + (2 + turn) % gathering
+            coming.append(extra)
         return due, refreshed, min(coming)
 
     def gathering_slots(self, interval: int) -> Slots:
@@ -83,14 +84,16 @@ class Schedule:
         count = min(self._count, gathering)
         costs = {x.name: sum(factor.operations for factor in x.factors) for x in self._layers}
         total = max(1, sum(costs.values()))
-        runs: list[tuple[int, Sequence[LayerFacts]]] = []  # with their costs
+        runs: list[tuple[int, list[LayerFacts]]] = []  # with their costs
         for same in grouped(self._layers, lambda layer: layer.shape).values():
             cost = sum(costs[layer.name] for layer in same)
             parts = min(len(same), -(-cost * count // total)) if count > 2 else 1
-            ends = [len(same) * i // parts for i in range(parts + 1)]
-            for start, end in itertools.pairwise(ends):
-                runs.append((sum(costs[x.name] for x in same[start:end]), same[start:end]))
+            for i in range(parts):
+                run = same[len(same) * i // parts : len(same) * (i + 1) // parts]
+                runs.append((sum(costs[layer.name] for layer in run), run))
         loads, slots = [0] * count, Slots()
+        # The sort must be stable, and ties go by the model's order: else ranks would gather
+        # different layers in one step.
         for cost, run in sorted(runs, key=lambda run: -run[0]):
             slot = loads.index(min(loads))
             loads[slot] += cost

@@ -129,8 +129,6 @@ def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> P
     grid, of_column = account.grid, case.momenta_by_column(account)
     schedule = Schedule(account.layers, case.staggered)
     gather, refresh = case.intervals
-    slots = account.per_slot(schedule, gather, refresh)
-    turns = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
     clock = Clock(account, hardware, case.work, case.passes, case.gradients)
     return Priced(
         candidate,
@@ -139,8 +137,8 @@ def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> P
         [of_column[rank % grid.columns] for rank in range(world)],
         account.pending(account.names),
         case.fixed,
-        [rank["total"] for rank in slots.per_step()],
-        clock.times(slots, *turns, case.intervals),
+        [rank["total"] for rank in account.per_step(schedule, gather, refresh)],
+        clock.times(schedule, gather, refresh),
     )
 
 

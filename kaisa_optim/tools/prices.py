@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..account import Account, PerSlot
-from ..plan.facts import LayerFacts, Work
-from ..plan.routes import grouped
-from ..plan.schedule import Slots
+from ..account import Account
+from ..plan.facts import LayerFacts, Work, grouped
+from ..plan.schedule import Schedule
 from .hardware import Hardware
 
 # The stages of a step, in their order.
@@ -58,21 +57,21 @@ class Clock:
     passes: Passes
     parameters: int  # bytes of the gradients that all ranks average
 
-    def times(
-        self, slots: PerSlot, gathering: Slots, refresh: Slots, intervals: tuple[int, int]
-    ) -> StepTimes:
-        """Return the times of steps; ``slots`` are the account's bytes in both kinds of slots."""
-        quiet = self.always(max(slots.gradients))
+    def times(self, schedule: Schedule, gather: int, refresh: int) -> StepTimes:
+        """Return the times of steps, with these intervals to gather and to refresh."""
+        account = self.account
+        gathers = schedule.gathering_slots(gather)
+        refreshes = schedule.refresh_slots(gather, refresh)
+        quiet = self.always(max(account.gradients))
         times = StepTimes(quiet, dict(quiet), dict(quiet), dict(quiet))
-        kinds = (
-            (times.gathering, self.gathering, gathering, slots.factors),
-            (times.refreshing, self.refreshing, refresh, slots.state),
-        )
-        for (in_slots, price, turns, arriving), interval in zip(kinds, intervals, strict=True):
-            for n, names in turns.items():
-                for stage, seconds in price(names, max(arriving.get(n, [0]))).items():
-                    in_slots[stage] += seconds / len(turns)
-                    times.mean[stage] += seconds / interval
+        for names in gathers.values():
+            for stage, seconds in self.gathering(names, max(account.sums(names))).items():
+                times.gathering[stage] += seconds / len(gathers)
+                times.mean[stage] += seconds / gather
+        for names in refreshes.values():
+            for stage, seconds in self.refreshing(names, max(account.state(names))).items():
+                times.refreshing[stage] += seconds / len(refreshes)
+                times.mean[stage] += seconds / refresh
         return times
 
     # ---- stages ----

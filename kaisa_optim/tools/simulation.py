@@ -128,19 +128,18 @@ def _steps(
     account: Account, clock: Clock, schedule: Schedule, intervals: tuple[int, int]
 ) -> Iterator[list[Stage]]:
     grid, (gather, refresh) = account.grid, intervals
-    slots = account.per_slot(schedule, gather, refresh)
     gathering, due = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
-    quiet, of_column = clock.always(max(slots.gradients)), clock.by_column()
+    quiet, of_column = clock.always(max(account.gradients)), clock.by_column()
     preconditioned = [of_column.get(rank % grid.columns, 0.0) for rank in range(grid.world)]
     # A worker's bytes do not depend on its row, so each rank's wait is that of its group.
     for step in range(refresh):
         added = dict.fromkeys(("statistics", "reduce", "share"), 0.0)
         decomposed = [0.0] * grid.world
         if step % gather in gathering:
-            arriving = max(slots.factors.get(step % gather, [0]))
-            added |= clock.gathering(gathering[step % gather], arriving)
+            names = gathering[step % gather]
+            added |= clock.gathering(names, max(account.sums(names)))
         if step in due:
-            arriving = max(slots.state.get(step, [0]))
+            arriving = max(account.state(due[step]))
             added["share"] = clock.refreshing(due[step], arriving)["share"]
             for rank, seconds in clock.decompose(due[step]).items():
                 decomposed[rank] = seconds

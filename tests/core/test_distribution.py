@@ -26,11 +26,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
-from kaisa_optim.agree import alike, checksum
-from kaisa_optim.comm.ranks import Ranks
+from kaisa_optim.agree import are_equal, checksum
+from kaisa_optim.comm.ranks import Bucket, Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
-from kaisa_optim.plan.routes import Bucket, chunks, grouped
+from kaisa_optim.plan.facts import chunks, grouped
 from tests.support import groups
 from tests.support.cluster import (
     CLASSES,
@@ -418,7 +418,7 @@ def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) 
     mine = terms(ranks.rank, parcels, seed)
     each = [Sum(owner, size, i) for i, (owner, size, _) in enumerate(parcels)]
     buckets = [
-        Bucket(chunk, range(ranks.world))
+        Bucket(chunk, range(ranks.world), ranks.world)
         for same in grouped(each, lambda x: parcels[x.key][2]).values()
         for chunk in chunks(same, lambda x: x.size * mine[x.key].itemsize, cap * 2**20)
     ]
@@ -473,7 +473,8 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 def alive_when_filled(owners: list[int]) -> int:
     """The most buckets that are still in memory when the next one is filled."""
     ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
-    buckets = [Bucket([Sum(r, size, i)], range(ranks.world)) for i, r in enumerate(owners)]
+    sums = [Sum(owner, size, i) for i, owner in enumerate(owners)]
+    buckets = [Bucket([x], range(ranks.world), ranks.world) for x in sums]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
     exchange = ranks._exchange
@@ -733,11 +734,11 @@ def test_equal_checksums_are_found_equal_in_every_world(thing):
     code = checksum(thing)
     for world in range(1, 4097):
         # As sums of floats over the ranks give them.
-        assert alike(world, float(world * code), float(world * code**2))
+        assert are_equal(world, float(world * code), float(world * code**2))
     for world in (2, 3, 1000, 4096):
         other = checksum("other")
         total, squares = (world - 1) * code + other, (world - 1) * code**2 + other**2
-        assert not alike(world, float(total), float(squares))
+        assert not are_equal(world, float(total), float(squares))
 
 
 # ---- who waits for whom ----

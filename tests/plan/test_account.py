@@ -185,7 +185,7 @@ def momenta_of(case: Case, account: Account, rank: int) -> int:
         return 0
     if case.sharded:
         shards = [one for layer in account.active for one in layer.shards]
-        return sum(math.prod(x.part_shape(rank)) * itemsize for x, itemsize in shards)
+        return sum(x.count(rank) * itemsize for x, itemsize in shards)
     columns = account.grid.columns
     mine = (x for x in account.active if x.placement.g % columns == rank % columns)
     return sum(layer.gradient * layer.itemsize for layer in mine)

@@ -27,7 +27,6 @@ from kaisa_optim.plan.assignment import (
     assign,
     balance,
     choose,
-    colocated,
     loads,
     make_grid,
 )
@@ -279,6 +278,11 @@ def test_a_strategy_that_asks_for_impossible_workers_is_named(answer):
 def test_a_world_is_a_number_of_ranks(world):
     with pytest.raises(ValueError, match=r"Invalid world: .*at least 1"):
         make_grid(Opt(), world)
+
+
+def colocated(strategy, grid, colocate):
+    a, g = assign(strategy, [Task("x", 9, 9)], grid, colocate)["x"]
+    return a == g
 
 
 def test_who_stays_together():

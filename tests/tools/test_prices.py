@@ -37,11 +37,7 @@ def clock(strategy, world, tasks=TASKS, work=POLAR, passes=None):
 
 
 def times(made, gather=10, refresh=20):
-    account = made.account
-    schedule = Schedule(account.layers, True)
-    slots = account.per_slot(schedule, gather, refresh)
-    turns = schedule.gathering_slots(gather), schedule.refresh_slots(gather, refresh)
-    return made.times(slots, *turns, (gather, refresh))
+    return made.times(Schedule(made.account.layers, True), gather, refresh)
 
 
 def test_products_of_a_stack_by_hand():
