@@ -178,7 +178,7 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     different: of plain tensors, torch takes rank 0's alone.
     """
     kfac = optimizer.preconditioner
-    if kfac.status.comparison is None:
+    if kfac.status.alone:
         return
     for caller in agree.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
@@ -301,7 +301,7 @@ class Load:
             )
         if missing and not self._fresh:
             refrozen = {layer.name for layer in self.refrozen}.issuperset(missing)
-            shared = kfac.status.comparison is not None and not refrozen
+            shared = not kfac.status.alone and not refrozen
             share = f", which rank {ranks.rank} keeps" if shared else ""
             cause = " (was it saved without consolidate_state_dict()?)" if share else ""
             parameters = {p for name in missing for p in registry.layers[name].parameters}

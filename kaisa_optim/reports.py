@@ -6,7 +6,7 @@ import logging
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -46,25 +46,21 @@ class Assigned(dict[str, Placement]):
     def __repr__(self) -> str:
         rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
         for task in self.tasks:
-            parts = f"{task.blocks} x " if task.blocks > 1 else ""
+            place, parts = self[task.name], f"{task.blocks} x " if task.blocks > 1 else ""
+            workers = [str(rank) for rank in self.grid.workers_of(place.g)]
+            if len(workers) > 4:
+                workers[2:-1] = ["..."]
             a = f"{parts}{task.a}{' diagonal' * task.diagonal_a}"
             g = f"{parts}{task.g}{' diagonal' * task.diagonal_g}"
-            at = self[task.name]
-            ranks = self.grid.workers_of(at.g)
-            workers = [str(rank) for rank in ranks]
-            if len(workers) > 2 and ranks.step == 1:
-                workers = [f"{ranks[0]}-{ranks[-1]}"]
-            elif len(workers) > 6:
-                workers[3:-1] = ["..."]
-            rows.append((task.name, a, str(at.a), g, str(at.g), ", ".join(workers)))
+            rows.append((task.name, a, str(place.a), g, str(place.g), ", ".join(workers)))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        count = f"{self.grid.workers} gradient worker{'s' * (self.grid.workers > 1)} a layer"
-        ranks_in_all = f"{self.grid.world} rank{'s' * (self.grid.world > 1)}"
-        return "\n".join([f"{self.strategy!r} over {ranks_in_all}: {count}", *lines])
+        world, count = self.grid.world, self.grid.workers
+        lines = [f"{self.strategy!r} over {world} rank{'s' * (world > 1)}: "]
+        lines[0] += f"{count} gradient worker{'s' * (count > 1)} a layer"
+        for row in rows:
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
 
 
 def _setting(name: str) -> Any:
@@ -148,21 +144,21 @@ class Answers:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
         if not registry.states[name].has_average:
             raise KeyError(f"layer {name!r} has no statistics yet")
-        group = self.groups.of[layer]
-        a, g = (group.g, group.a) if layer.turned else (group.a, group.g)
-        placement = registry.placements.of[name]
-        owners = [*reversed(placement)] if layer.turned else [*placement]
-        away = [
+        group, placement = self.groups.of[layer], registry.placements.of[name]
+        sides = [(group.a, placement.a), (group.g, placement.g)]
+        a, g = reversed(sides) if layer.turned else sides
+        absent = [
             f"{label} is on rank {owner}"
-            for label, side, owner in zip("AG", (a, g), owners, strict=True)
+            for label, (side, owner) in (("A", a), ("G", g))
             if layer not in side.owned
         ]
-        if away:
+        if absent:
             raise KeyError(
-                f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that "
+                f"this rank lacks factors of layer {name!r}: {' and '.join(absent)}; ask on that "
                 "rank. colocate_factors=True puts A and G on one"
             )
-        return a.averages["average"][a.owned[layer]], g.averages["average"][g.owned[layer]]
+        of_a, of_g = (side.averages["average"][side.owned[layer]] for side, _ in (a, g))
+        return of_a, of_g
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
@@ -215,21 +211,26 @@ class Answers:
             "bytes": self.memory_usage()["total"],
             "bytes_received": self.communication_volume()["total"],
         }
-        ages = [self.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
-        numbers |= _extremes("age", ages)
+        lists: dict[str, list[float]] = {"age": [], rule.quality: []}
+        lists["age"] += [
+            self.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes
+        ]
         if wait and groups.plan.nu is not None:
             numbers["clip"] = groups.plan.nu.item()
         if wait and rule.quality:
-            name, measured = groups.sizes.of_factor[0].name, list[float]()
-            for group in groups.all:
-                for side in group.sides:
-                    for layer, slots in side.owned.items():
-                        if not registry.states[layer.name].has_state:
-                            continue
-                        average, damping = side.averages["average"][slots], self.damping_of(layer)
-                        state = side.state[name][group.slots[layer]]
-                        measured += rule.measure(side.key, average, state, damping).tolist()
-            numbers |= _extremes(rule.quality, measured)
+            key = groups.sizes.of_factor[0].name
+            sides = [(group, side) for group in groups.all for side in group.sides]
+            for layer in registry.with_state:
+                for group, side in sides:
+                    if layer in side.owned:
+                        average = side.averages["average"][side.owned[layer]]
+                        state = side.state[key][group.slots[layer]]
+                        quality = rule.measure(side.key, average, state, self.damping_of(layer))
+                        lists[rule.quality] += quality.tolist()
+        for name, values in lists.items():
+            if values:
+                numbers[f"{name}_mean"] = sum(values) / len(values)
+                numbers[f"{name}_max"] = max(values)
         return numbers
 
     def sample_fisher(self, outputs: Tensor, kind: str, *, dim: int | None = None) -> None:
@@ -255,25 +256,32 @@ class Answers:
             fisher.draw(outputs, kind, dim, seed, capture, self.sums)
 
 
-def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_mean": sum(values) / len(values), f"{name}_max": max(values)} if values else {}
-
-
 # ---- texts ----
 
 
 def nothing_covered(registry: Registry) -> ValueError:
     """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
-    skipped = registry.skipped
+    skipped, use = registry.skipped, "use the base optimizer"
     if skipped:
         patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
         reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
-    detail = "; ".join(reasons)
-    detail = f" ({detail})" if detail else ""
-    use = "use the base optimizer, skip less" if skipped else "use the base optimizer"
+        use = "use the base optimizer, skip less"
+    detail = f" ({'; '.join(reasons)})" if reasons else ""
     must = f"{use}, or register its layers with register_layer"
     return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
+
+
+def nothing_captured(step: int) -> RuntimeError:
+    """Return the error for a step that is due for statistics, and has none."""
+    return RuntimeError(
+        f"step {step} is due for statistics, but no covered layer saw a backward "
+        "pass. Call .backward() through this very model once a step, after building "
+        "the optimizer. If a model of this class was compiled and called before, torch "
+        "reuses its code without hooks: build the optimizer first, or call "
+        "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to "
+        "leave a forward pass out on purpose, use optimizer.preconditioner.paused()"
+    )
 
 
 def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
@@ -284,13 +292,15 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
     text = poor_coverage(report)
     if text:
         agree.warn(ranks, text)
-    layers = registry.layers.values()
-    on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
-    tasks = [task_of(x) for x in on_cpu]  # frozen ones, too: they may be trained later
-    sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
-    sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
-    most = rule.slow_above
-    wide = [f"  {name}: {side} has {n} columns\n" for name, side, n in sides if n > most]
+    most, wide = rule.slow_above, []
+    for layer in registry.layers.values():  # frozen ones, too: they may be trained later
+        task, on_cpu = task_of(layer), layer.weight is not None and layer.weight.is_cpu
+        for side, n, is_diagonal in (
+            ("A", task.a, task.diagonal_a),
+            ("G", task.g, task.diagonal_g),
+        ):
+            if on_cpu and n > most and not is_diagonal:
+                wide.append(f"  {task.name}: {side} has {n} columns\n")
     if wide:
         agree.warn(
             ranks,
@@ -315,18 +325,20 @@ def coverage(registry: Registry) -> CoverageReport:
     trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
     sizes = {names[p]: size for p, size in trained.items() if p in names}
     reasons = registry.uncovered | registry.unseen
-    largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
-    left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
-    asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
-    asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
-    states, covered = registry.states, set[Tensor | None]()
-    without: set[Tensor | None] = set()  # no call of their layer was found
+    left: dict[str, Left] = {}
+    skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+    for name in sorted(reasons, key=lambda name: -sizes.get(name, 0)):
+        if reasons[name] in BY_OPTION:
+            skipped[name] = reasons[name]
+        else:
+            left[name] = Left(sizes.get(name, 0), reasons[name])
+    covered, without = set[Tensor | None](), set[Tensor | None]()  # without: no call was found
     for name, layer in registry.layers.items():
-        is_found = states[name].has_average or not states[name].unseen
-        (covered if is_found else without).update(layer.trainable)
+        state = registry.states[name]
+        (covered if state.has_average or not state.unseen else without).update(layer.trainable)
     number = sum([size for p, size in trained.items() if p in covered and p not in without])
-    elsewhere = {name: x.elsewhere for name, x in states.items() if x.elsewhere}
-    return CoverageReport(number, sum(trained.values()), left, asked, elsewhere)
+    elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
+    return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
 
 def poor_coverage(report: CoverageReport) -> str:
@@ -340,9 +352,8 @@ def poor_coverage(report: CoverageReport) -> str:
     lines = [f"  {name}: {size}, {why}" for name, (size, why) in report.left.items()]
     if len(lines) > _LISTED:
         lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
-    named = "\n".join(lines)
     text = "the base optimizer updates these parameters with their raw gradients"
-    return f"{text}:\n{named}\n{report.amount}"
+    return "\n".join([f"{text}:", *lines, report.amount])
 
 
 def name_layers_without_statistics(
@@ -405,11 +416,10 @@ def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def described(found: Coverage) -> dict[str, Any]:
+def described(report: Coverage) -> dict[str, Any]:
     """Return texts of a model's layers, for ranks to compare."""
-    return {
-        f"layer {x.name!r}": f"{x!r}, {x.covers}, {x.parameters[0].dtype}"
-        if x.parameters
-        else repr(x)
-        for x in found.layers.values()
-    }
+    texts = {}
+    for x in report.layers.values():
+        dtype = f", {x.covers}, {x.parameters[0].dtype}" if x.parameters else ""
+        texts[f"layer {x.name!r}"] = f"{x!r}{dtype}"
+    return texts
