@@ -1,8 +1,4 @@
-"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts.
-
-New gradients come to the parameters from shares of groups: made and used on this rank, handed out
-along a row of ranks (:class:`Rows`), or brought to owners and back in shards (:class:`Shards`).
-"""
+"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts."""
 
 from __future__ import annotations
 
@@ -74,18 +70,6 @@ class CompiledPlan:
             kinds.setdefault((number, p.device, p.dtype, type(p)), []).append(i)
         self.kinds = [(number, places) for (number, *_), places in kinds.items()]
 
-    def take_former(self) -> None:
-        """Add the second moments that the base kept to the numbers of the blocks."""
-        # Those of shards are left to their measures: owners need the sums of all ranks.
-        stacks = [x for share in self.made for g in share.groups for x, *_ in g.places]
-        for stack in stacks:
-            stack.former = stack.empty().zero_() if stack.former is None else stack.former
-        for share in self.made:
-            sums = share.block_sums([], "former", squares=False).split(share.sizes)
-            torch._foreach_add_([group.tensors["square_sum"] for group in share.groups], list(sums))
-        for stack in stacks:
-            stack.former = None
-
     def clip(self, terms: list[Tensor], limit: float, alphas: list[Any]) -> list[Tensor]:
         """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms.
 
@@ -100,13 +84,14 @@ class CompiledPlan:
         order = share.ordered
         of_layers = each.split([share.counts[i] for i in order])
         rows = torch.stack([x[0] if len(x) == 1 else x.sum(0) for x in of_layers])
-        alphas = [*alphas, 0.0]  # the last is of a parameter without a place
-        weights, biases = ([alphas[i] for i in part] for part in share.numbers)
-        if are_alike([*weights, *biases]):
-            total: Any = rows.select(1, 0).sum() * _squared(weights[0])
+        # The last is of a parameter without a place. Only scalars on the CPU go with all devices.
+        squares = [x.reshape(()) ** 2 if isinstance(x, Tensor) else x**2 for x in (*alphas, 0.0)]
+        weights, biases = share.numbers
+        if are_alike([squares[i] for i in (*weights, *biases)]):
+            total: Any = rows.select(1, 0).sum() * squares[weights[0]]
         else:  # a layer's weight, and its bias, the last column, may have an α each
             total = sum(
-                (row[0] - row[1]) * _squared(weights[i]) + row[1] * _squared(biases[i])
+                (row[0] - row[1]) * squares[weights[i]] + row[1] * squares[biases[i]]
                 for i, row in zip(order, rows, strict=True)
             )
         # On the device: a comparison on the host would wait for all products of the step.
@@ -130,11 +115,6 @@ def products(raw: Tensor, new: Tensor) -> Tensor:
     """
     columns = raw.mul_(_SCALE).mul_(new).sum(1)
     return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
-
-
-def _squared(alpha: Any) -> Any:
-    # Only a scalar CPU tensor goes with tensors of other devices.
-    return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
 
 
 def sizes_of(rule: Rule, options: Options) -> Sizes:
@@ -225,7 +205,20 @@ class Groups:
         registry, ranks, placements = self._registry, self._ranks, self._registry.placements
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        stacks = self._stacked(layers, number_of)
+        ready, collected = self._ready(layers)
+        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters that lie alike, and their parts
+        placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
+        for p in [p for p in placed if p in ready and p in number_of]:
+            # A sharded parameter has a stack of its own: ranks' parts differ in size.
+            part, alone = (local(p), id(p)) if is_sharded(p) else (p, None)
+            layout = part.shape, strides(part), part.dtype, part.device
+            kinds.setdefault((number_of[p], p in collected, layout, alone), {})[p] = part
+        # A stack of the former plan is used again, so that its tensors stay where they are.
+        former, stacks = {x.key: x for x in self.plan.stacks}, []
+        for (number, keeps, *_), parts_of in kinds.items():
+            like = next(iter(parts_of.values()))
+            stack = ParameterStack([*parts_of], like, number, mine=keeps)
+            stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
         for group in self.all:
@@ -239,53 +232,40 @@ class Groups:
         share_of = functools.partial(Share, index=plan.index, number_of=number_of)
         terms = self.sizes.terms
         if self._rounds and layers:
-            plan.rows = Rows(ranks, terms)
-            for device, rounds in self._rounds:
-                plan.rows.add(device, rounds, self.of, share_of)
+            plan.rows = Rows(ranks, self._rounds, terms, self.of, share_of)
             plan.made = [share for share in plan.rows.shares if share.groups[0].applied]
         elif ranks.grid.columns == 1:
-            placed = grouped([x for x in self.all if x.places], lambda group: group.g.key[2:])
-            for same in placed.values():
+            made = [group for group in self.all if group.places]
+            for same in grouped(made, lambda group: group.g.key[2:]).values():
                 parts = chunks(same, lambda group: math.prod(group.shape), _AT_ONCE)
                 plan.made += [share_of(part) for part in parts]
         shares = plan.made if plan.rows is None else plan.rows.shares
         every, plan.ends = [group for share in shares for group in share.groups], [*shares]
-        begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
-        if begun:
-            measures = self._rule.makes_directions
-            shards = Shards(ranks, placements, terms, rows, measures=measures)
-            for chunk in begun:
-                every += shards.add(chunk, self.of, share_of)
-            plan.shards = shards
-            plan.ends.append(shards)
+        for chunk in self._chunks:
+            if not layers.keys().isdisjoint(chunk):
+                if plan.shards is None:
+                    measures = self._rule.makes_directions
+                    plan.shards = Shards(ranks, placements, terms, rows, measures=measures)
+                    plan.ends.append(plan.shards)
+                every += plan.shards.add(chunk, self.of, share_of)
         plan.whole = share_of(every) if every and terms else None
         base.adopt(plan)
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]
             base.stepped.update(plan.parameters)
+        # Second moments of the base become numbers of the blocks. Those of shards are left to their
+        # measures: owners need the sums of all ranks.
         if any(stack.former is not None for stack in stacks):
-            plan.take_former()
+            used = [x for share in plan.made for group in share.groups for x, *_ in group.places]
+            for stack in used:
+                stack.former = stack.empty().zero_() if stack.former is None else stack.former
+            for share in plan.made:
+                sums = share.block_sums([], "former", squares=False).split(share.sizes)
+                torch._foreach_add_([x.tensors["square_sum"] for x in share.groups], list(sums))
+            for stack in used:
+                stack.former = None
         self.plan = plan
         self.compilations += 1
-
-    def _stacked(
-        self, layers: Collection[Layer], number_of: Mapping[Tensor, int]
-    ) -> list[ParameterStack]:
-        """Return stacks of parameters that lie alike, in one of the optimizer's groups."""
-        ready, collected = self._ready(layers)
-        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
-        placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
-        for p in [p for p in placed if p in ready and p in number_of]:
-            # A sharded parameter has a stack of its own: ranks' parts differ in size.
-            part, alone = (local(p), id(p)) if is_sharded(p) else (p, None)
-            layout = part.shape, strides(part), part.dtype, part.device
-            kinds.setdefault((number_of[p], p in collected, layout, alone), {})[p] = part
-        # A stack of the former plan is used again, so that its tensors stay where they are.
-        former, stacks = {x.key: x for x in self.plan.stacks}, []
-        for (number, keeps, *_), parts in kinds.items():
-            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
-            stacks.append(former.get(stack.key, stack))
-        return stacks
 
 
 # ---- new gradients on their way ----
@@ -304,29 +284,27 @@ class Rows:
     Columns send side by side, and no column waits for another's products.
     """
 
-    def __init__(self, ranks: Ranks, terms: int) -> None:
-        self._ranks, self._terms = ranks, terms
-        self.shares: list[Share] = []
-        # Rounds on a device, and the shares of each of their items with the rank that sends them.
-        self._ways: list[tuple[torch.device, list[Round], list[tuple[int, list[Share]]]]] = []
-
-    def add(
+    def __init__(
         self,
-        device: torch.device,
-        rounds: list[Round],
+        ranks: Ranks,
+        rounds_of: list[tuple[torch.device, list[Round]]],
+        terms: int,
         group_of: Mapping[Layer, Group],
         share_of: ShareOf,
     ) -> None:
-        """Add rounds on a device."""
+        self._ranks, self._terms = ranks, terms
+        self.shares: list[Share] = []
+        # Rounds on a device, and the shares of each of their items with the rank that sends them.
         # The layers' state decides which gradients travel, and never a rank's own gradients: the
         # other ranks would wait. A missing gradient counts as zero.
-        items = []
-        for item in [item for (bucket,) in rounds for item in bucket.items]:
-            groups = grouped([group_of[x[0]] for x in item.content], lambda group: group.dtype)
-            shares = [share_of(same) for same in groups.values()]
-            items.append((item.owner, shares))
-            self.shares += shares
-        self._ways.append((device, rounds, items))
+        self._ways: list[tuple[torch.device, list[Round], list[tuple[int, list[Share]]]]] = []
+        for device, rounds in rounds_of:
+            items = []
+            for item in [item for (bucket,) in rounds for item in bucket.items]:
+                groups = grouped([group_of[x[0]] for x in item.content], lambda group: group.dtype)
+                items.append((item.owner, [share_of(same) for same in groups.values()]))
+                self.shares += items[-1][1]
+            self._ways.append((device, rounds, items))
 
     def exchange(self, make: Make) -> None:
         """Make the shares of this rank, and receive the others."""

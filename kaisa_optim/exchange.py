@@ -55,15 +55,10 @@ class Status:
         # and the layers with a gradient, with the step from which they had one.
         self._noted: tuple[list[str], refresh.Note] | None = None
         self._codes: dict[str, int] = {}
-        self._graded: list[tuple[int, list[str]]] = []
-        self._proven = False  # weights and gradients were found alike on all ranks
+        self.graded: list[tuple[int, list[str]]] = []
+        self.proven = False  # weights and gradients were found alike on all ranks
 
     # ---- between exchanges ----
-
-    def begin(self) -> None:
-        """Start anew after a load: the next step compares weights and gradients."""
-        self._proven = False
-        self._graded.clear()
 
     def note_failure(self, error: Exception, doing: str) -> None:
         """Keep an error for the next exchange, where all ranks raise it; a single rank raises."""
@@ -81,8 +76,8 @@ class Status:
         layers = self._registry.layers
         flags = zip(layers, with_gradient(layers.values()), strict=True)
         graded = [name for name, flag in flags if flag]
-        if not self._graded or self._graded[-1][1] != graded:
-            self._graded.append((number, graded))
+        if not self.graded or self.graded[-1][1] != graded:
+            self.graded.append((number, graded))
 
     def _whole_weights(self) -> dict[str, Tensor]:
         covered = {p for layer in self._registry.active for p in layer.parameters}
@@ -106,7 +101,7 @@ class Status:
             names, note = self._noted
             self._codes = dict(zip(names, refresh.read(note), strict=True))
             self._noted = None
-        return agree.checksum([common, self._codes, self._graded])
+        return agree.checksum([common, self._codes, self.graded])
 
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
@@ -145,8 +140,28 @@ class Status:
         self, total: StepReport, common: dict[str, Any], capture: Capture, sums: FactorSums
     ) -> None:
         """Raise if ranks or passes do not fit together; ``common`` must be alike on all ranks."""
-        if not self.alone:
-            self._compare(total, common)
+        ranks, codes, graded = self._ranks, self._codes, self.graded
+        self._codes, self.graded = {}, []
+        if not self.alone and not agree.alike(ranks.world, total.checksum, total.squares):
+            # Different notes lead to different weights: a missing gradient, the cause, comes first.
+            self._raise_missing(graded, common["steps"])
+            agree.raise_unlike(ranks, codes, "average gradients over all ranks before every step()")
+            agree.raise_difference(ranks, common, "hyperparameters")
+        if not self.alone and not self.proven:
+            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
+            whole = self._whole_weights()
+            agree.compare_tensors(
+                ranks,
+                {f"parameter {name!r}": p for name, p in whole.items()},
+                "give all ranks the same weights, by DistributedDataParallel or by one seed",
+            )
+            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
+            agree.compare_tensors(
+                ranks,
+                {f"the gradient of {name!r}": x for name, x in gradients.items()},
+                "average gradients over all ranks before step(), or use DistributedDataParallel",
+            )
+            self.proven = True
         if total.drawn and total.trained:
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
@@ -162,31 +177,6 @@ class Status:
             )
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
-
-    def _compare(self, total: StepReport, common: dict[str, Any]) -> None:
-        ranks, codes, graded = self._ranks, self._codes, self._graded
-        self._codes, self._graded = {}, []
-        if not agree.alike(ranks.world, total.checksum, total.squares):
-            # Different notes lead to different weights: the missing gradient, as the cause, is
-            # named first.
-            self._raise_missing(graded, common["steps"])
-            agree.raise_unlike(ranks, codes, "average gradients over all ranks before every step()")
-            agree.raise_difference(ranks, common, "hyperparameters")
-        if not self._proven:
-            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
-            whole = self._whole_weights()
-            agree.compare_tensors(
-                ranks,
-                {f"parameter {name!r}": p for name, p in whole.items()},
-                "give all ranks the same weights, by DistributedDataParallel or by one seed",
-            )
-            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
-            agree.compare_tensors(
-                ranks,
-                {f"the gradient of {name!r}": x for name, x in gradients.items()},
-                "average gradients over all ranks before step(), or use DistributedDataParallel",
-            )
-            self._proven = True
 
     def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
         of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
@@ -234,28 +224,26 @@ class Status:
             state.rejected += bool(flag & REJECTED)
             if flag & EMPTY:  # it begins as in the first step
                 state.reset()
-            if flag & FAILED:
-                self._note_failed_refresh(layer)
-        return list(told)
-
-    def _note_failed_refresh(self, layer: Layer) -> None:
-        state, most = self._registry.states[layer.name], self._max_failures
-        state.failures += 1
-        state.failed += 1
-        state.refreshes -= state.refreshes > 0
-        state.refreshed = state.before
-        text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
-        if most is not None and state.failures > most:
-            raise RuntimeError(
-                f"{text} (max_failures={most}): its statistics are not finite or too "
-                "ill-conditioned; look for a loss that is not finite and for diverging "
-                "activations, raise damping or skip the layer with skip_layers"
+            if not flag & FAILED:
+                continue
+            state.failures += 1
+            state.failed += 1
+            state.refreshes -= state.refreshes > 0
+            state.refreshed = state.before
+            text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
+            most = self._max_failures
+            if most is not None and state.failures > most:
+                raise RuntimeError(
+                    f"{text} (max_failures={most}): its statistics are not finite or too "
+                    "ill-conditioned; look for a loss that is not finite and for diverging "
+                    "activations, raise damping or skip the layer with skip_layers"
+                )
+            agree.warn(
+                self._ranks,
+                f"{text}; the state before it, at first the identity, stays in use. See whether "
+                "the loss is finite",
             )
-        agree.warn(
-            self._ranks,
-            f"{text}; the state before it, at first the identity, stays in use. See whether "
-            "the loss is finite",
-        )
+        return list(told)
 
     def note_rows(self, total: StepReport, capture: Capture) -> list[str]:
         """Note the layers that have averages from now on; return those with rows on some rank."""
@@ -317,12 +305,11 @@ class Exchange:
         total, reduce = plan.total, functools.partial(self._ranks.reduce_on_device, kind="factors")
         places = [(x, plan.sections[x.number]) for x in layers if x.tied]
         tied = [x for x, at in places if any(total.rows[at]) and any(total.crossed[at])]
-        leveled = layers if sums.travel else tied
-        if sums.units and leveled:
-            sums.level(leveled, functools.partial(reduce, op="MAX"))
+        if sums.units and (sums.travel or tied):
+            sums.level(layers if sums.travel else tied, functools.partial(reduce, op="MAX"))
         if tied:
             sums.mix(tied, plan, reduce)
-        arrivals: Iterable[Iterable[tuple[Layer, str, Tensor]]]
+        arrivals: Iterable[list[tuple[Layer, str, Tensor]]]
         if sums.travel:
             arrivals = self._reduced(self._loads(sums, layers, plan))
         else:
@@ -332,8 +319,7 @@ class Exchange:
         for arrived in arrivals:
             factors: dict[Any, Factors] = {}
             for layer, name, value in arrived:
-                group = self._groups.of[layer]
-                side = group.a if name == "a" else group.g
+                side = getattr(self._groups.of[layer], name)
                 factors.setdefault((value.device, value.dtype), []).append((layer, side, value))
             yield from factors.values()
 
@@ -382,5 +368,5 @@ class Exchange:
     def _packed(self, factor: FactorFacts) -> Packet:
         layer = self._registry.layers[factor.layer.name]
         group = self._groups.of[layer]
-        side, slots = group.a if factor.side == "a" else group.g, group.slots[layer]
+        side, slots = getattr(group, factor.side), group.slots[layer]
         return Packet((side, slots), self._rule.outgoing(side, slots))

@@ -20,6 +20,7 @@ from .curvature import averages, rules
 from .curvature.averages import FactorSums
 from .curvature.lengths import BaseNumbers, Length, Share, norms_of
 from .curvature.rules import Rule
+from .errors import is_real
 from .exchange import Exchange, Status, with_gradient
 from .layers import Layer
 from .linalg.products import full_precision
@@ -103,7 +104,7 @@ class Preconditioner(Answers):
         if not self.registry.layers:
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
-        reports.warn_at_construction(self.registry, self.ranks, rule)
+        reports.warn_at_construction(self.coverage(), self.registry, self.ranks, rule)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_built and name not in self.__dict__:  # attributes appear during construction
@@ -198,7 +199,7 @@ class Preconditioner(Answers):
         """Step the plan's parameters by new gradients or directions; the base steps the others."""
         # A call of stage would cost every step, and nullcontext takes a name, too.
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
-        plan, clip = self.groups.plan, self.kl_clip
+        plan = self.groups.plan
         try:
             make = functools.partial(self._make, base.follow(plan))
             if plan.rows is not None:
@@ -209,10 +210,10 @@ class Preconditioner(Answers):
             if plan.shards is not None:
                 plan.shards.exchange(make)
             scales: list[Any] = [None] * len(plan.ends)
-            if plan.whole is not None and clip is not None:
+            if plan.whole is not None and self.kl_clip is not None:
                 fixed = [(group, group["kl_clip_lr"]) for group in groups]
                 rates = [rate_of(group) if x == "current" else x for group, x in fixed]
-                scales = plan.clip([end.terms for end in plan.ends], clip, rates)
+                scales = plan.clip([end.terms for end in plan.ends], self.kl_clip, rates)
             for end, scale in zip(plan.ends, scales, strict=True):
                 end.deliver(scale)
             if plan.leaving:
@@ -306,7 +307,7 @@ class Preconditioner(Answers):
         capture, registry, sums, rule = self.capture, self.registry, self.sums, self.rule
         compared = capture.compared()  # it may find an error
         layers, each = [*registry.layers.values()], [*sums.of_layer.values()]
-        rows = [0.0] * sum([layer.sections for layer in layers])
+        rows = [0.0] * (registry.sections[-1].stop if layers else 0)
         crossed = rows.copy()
         for layer, at in zip(layers, registry.sections, strict=True):
             of_layer = sums.of_layer.get(layer)
@@ -432,10 +433,20 @@ class Preconditioner(Answers):
     # ---- the model ----
 
     def _common(self, groups: list[ParamGroup]) -> dict[str, Any]:
-        """Return the values that must be alike on all ranks."""
-        values, parameters = reports.of_groups(groups), self.hyperparameters
-        values |= {"steps": self.steps} | {name: getattr(parameters, name) for name in SHARED}
-        values |= parameters.scheduled_intervals(self.steps + 1)
+        """Return the values that must be alike on all ranks; errors name the first that differs."""
+        values: dict[str, Any] = {}
+        for i, group in enumerate(groups):
+            for name in sorted(group, key=lambda x: (x != "lr", str(x))):  # lr before what follows
+                value = group[name]
+                if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+                    value = value.item()  # the host would wait for another device's
+                if isinstance(value, int | float | str | tuple | None):
+                    # 1 as 1.0: equal numbers must have equal texts
+                    value = float(value) if is_real(value) else value
+                    values[f"{name} of parameter group {i}"] = value
+        values["steps"] = self.steps
+        values |= {name: getattr(self.hyperparameters, name) for name in SHARED}
+        values |= self.hyperparameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
@@ -456,7 +467,10 @@ class Preconditioner(Answers):
             error = problem  # all ranks raise it, where they compare
         if compares:
             values = {"base optimizer": self._base, **self._common(groups)}
-            values |= self.options.described() | reports.described(covered)
+            values |= self.options.described()
+            for x in covered.layers.values():
+                dtype = f", {x.covers}, {x.parameters[0].dtype}" if x.parameters else ""
+                values[f"layer {x.name!r}"] = f"{x!r}{dtype}"
             for i, group in enumerate(groups):
                 values[f"sizes in parameter group {i}"] = [p.numel() for p in group["params"]]
             # A rank with meta parameters would refuse its step alone, and the others would wait.
@@ -520,7 +534,8 @@ class Preconditioner(Answers):
         for state in self.registry.states.values():  # owners tell what a save had still to tell
             state.deferred |= self.status.alone
         self.hyperparameters.take_intervals(self.steps)
-        self.status.begin()
+        self.status.proven = False  # the next step compares weights and gradients
+        self.status.graded.clear()
         self._aim()
 
     def settle_load(

@@ -19,10 +19,10 @@ from .capture.hooks import Capture
 from .capture.witness import Witness
 from .comm.ranks import Ranks
 from .compiled import Groups
-from .coverage import BY_OPTION, Coverage, CoverageReport, Left, unwrapped
+from .coverage import BY_OPTION, CoverageReport, Left, unwrapped
 from .curvature.averages import FactorSums
 from .curvature.rules import Rule
-from .errors import invalid_because, is_real
+from .errors import invalid_because
 from .layers import SCALES, Layer
 from .options import OPTIONS, Hyperparameters, Options
 from .plan.assignment import Grid, Placement
@@ -36,7 +36,7 @@ logger = logging.getLogger("kaisa_optim")
 
 
 class Assigned(dict[str, Placement]):
-    """The owners of each layer's factors; its ``repr`` is a table."""
+    """The owners of each layer's factors; its ``repr`` is a list of layers."""
 
     def __init__(self, registry: Registry, grid: Grid) -> None:
         self.strategy, self.grid = registry.placements.strategy, grid
@@ -44,33 +44,27 @@ class Assigned(dict[str, Placement]):
         super().__init__({task.name: registry.placements.of[task.name] for task in self.tasks})
 
     def __repr__(self) -> str:
-        rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
+        world, count = self.grid.world, self.grid.workers
+        lines = [f"{self.strategy!r} over {world} rank{'s' * (world > 1)}: "]
+        lines[0] += f"{count} gradient worker{'s' * (count > 1)} a layer"
         for task in self.tasks:
             place, parts = self[task.name], f"{task.blocks} x " if task.blocks > 1 else ""
             workers = [str(rank) for rank in self.grid.workers_of(place.g)]
             if len(workers) > 4:
                 workers[2:-1] = ["..."]
-            a = f"{parts}{task.a}{' diagonal' * task.diagonal_a}"
-            g = f"{parts}{task.g}{' diagonal' * task.diagonal_g}"
-            rows.append((task.name, a, str(place.a), g, str(place.g), ", ".join(workers)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        world, count = self.grid.world, self.grid.workers
-        lines = [f"{self.strategy!r} over {world} rank{'s' * (world > 1)}: "]
-        lines[0] += f"{count} gradient worker{'s' * (count > 1)} a layer"
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
+            a = f"A {parts}{task.a}{' diagonal' * task.diagonal_a} on rank {place.a}"
+            g = f"G {parts}{task.g}{' diagonal' * task.diagonal_g} on rank {place.g}"
+            lines.append(f"  {task.name}: {a}, {g}, gradient workers {', '.join(workers)}")
         return "\n".join(lines)
 
 
 def _setting(name: str) -> Any:
     """Return the property of one hyperparameter of the whole optimizer."""
-
-    def write(self: Answers, value: Any) -> None:
-        setattr(self.hyperparameters, name, value)
-
-    read = operator.attrgetter(f"hyperparameters.{name}")
-    return property(read, write, doc=OPTIONS[name].help)
+    return property(
+        operator.attrgetter(f"hyperparameters.{name}"),
+        lambda self, value: setattr(self.hyperparameters, name, value),
+        doc=OPTIONS[name].help,
+    )
 
 
 class Answers:
@@ -111,7 +105,25 @@ class Answers:
 
         Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
-        return coverage(self.registry)
+        registry = self.registry
+        named = unwrapped(registry.model).named_parameters()
+        names: dict[Tensor, str] = {p: name for name, p in named}
+        trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
+        sizes = {names[p]: size for p, size in trained.items() if p in names}
+        reasons, left = registry.uncovered | registry.unseen, dict[str, Left]()
+        skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+        for name in sorted(reasons, key=lambda name: -sizes.get(name, 0)):
+            if reasons[name] in BY_OPTION:
+                skipped[name] = reasons[name]
+            else:
+                left[name] = Left(sizes.get(name, 0), reasons[name])
+        covered, without = set[Tensor | None](), set[Tensor | None]()  # without: no call was found
+        for name, layer in registry.layers.items():
+            state = registry.states[name]
+            (covered if state.has_average or not state.unseen else without).update(layer.trainable)
+        number = sum([size for p, size in trained.items() if p in covered and p not in without])
+        elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
+        return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -144,21 +156,21 @@ class Answers:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
         if not registry.states[name].has_average:
             raise KeyError(f"layer {name!r} has no statistics yet")
-        group, placement = self.groups.of[layer], registry.placements.of[name]
-        sides = [(group.a, placement.a), (group.g, placement.g)]
-        a, g = reversed(sides) if layer.turned else sides
-        absent = [
-            f"{label} is on rank {owner}"
-            for label, (side, owner) in (("A", a), ("G", g))
-            if layer not in side.owned
-        ]
+        group, values, absent = self.groups.of[layer], list[Tensor](), []
+        for label in ("A", "G"):
+            side = group.a if (label == "A") != layer.turned else group.g
+            if layer in side.owned:
+                values.append(side.averages["average"][side.owned[layer]])
+            else:
+                owner = registry.placements.owner(layer, side.name)
+                absent.append(f"{label} is on rank {owner}")
         if absent:
             raise KeyError(
                 f"this rank lacks factors of layer {name!r}: {' and '.join(absent)}; ask on that "
                 "rank. colocate_factors=True puts A and G on one"
             )
-        of_a, of_g = (side.averages["average"][side.owned[layer]] for side, _ in (a, g))
-        return of_a, of_g
+        a, g = values
+        return a, g
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
@@ -183,8 +195,10 @@ class Answers:
         about as much as the first step, and the all-reduce of gradients, such as
         DistributedDataParallel's.
         """
-        intervals = self.factor_update_steps, self.inv_update_steps
-        return self.account.per_slot(self.schedule, *intervals).per_step()[self.ranks.rank]
+        slots = self.account.per_slot(
+            self.schedule, self.factor_update_steps, self.inv_update_steps
+        )
+        return slots.per_step()[self.ranks.rank]
 
     def metrics(self, *, wait: bool = False) -> dict[str, float]:
         """Return how training goes on this rank, as plain numbers by name; no collective is called.
@@ -211,23 +225,20 @@ class Answers:
             "bytes": self.memory_usage()["total"],
             "bytes_received": self.communication_volume()["total"],
         }
-        lists: dict[str, list[float]] = {"age": [], rule.quality: []}
-        lists["age"] += [
-            self.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes
-        ]
+        refreshed = [x.refreshed for x in states if x.has_state and x.refreshes]
+        ages: list[float] = [self.steps - 1 - step for step in refreshed]
         if wait and groups.plan.nu is not None:
             numbers["clip"] = groups.plan.nu.item()
-        if wait and rule.quality:
-            key = groups.sizes.of_factor[0].name
-            sides = [(group, side) for group in groups.all for side in group.sides]
-            for layer in registry.with_state:
-                for group, side in sides:
-                    if layer in side.owned:
-                        average = side.averages["average"][side.owned[layer]]
-                        state = side.state[key][group.slots[layer]]
-                        quality = rule.measure(side.key, average, state, self.damping_of(layer))
-                        lists[rule.quality] += quality.tolist()
-        for name, values in lists.items():
+        measured: list[float] = []
+        sides = [(group, side) for group in groups.all for side in group.sides]
+        for layer in registry.with_state if wait and rule.quality else ():
+            for group, side in sides:
+                if layer in side.owned:
+                    average = side.averages["average"][side.owned[layer]]
+                    state = side.state[groups.sizes.of_factor[0].name][group.slots[layer]]
+                    quality = rule.measure(side.key, average, state, self.damping_of(layer))
+                    measured += quality.tolist()
+        for name, values in (("age", ages), (rule.quality, measured)):
             if values:
                 numbers[f"{name}_mean"] = sum(values) / len(values)
                 numbers[f"{name}_max"] = max(values)
@@ -284,9 +295,10 @@ def nothing_captured(step: int) -> RuntimeError:
     )
 
 
-def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
+def warn_at_construction(
+    report: CoverageReport, registry: Registry, ranks: Ranks, rule: Rule
+) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
-    report = coverage(registry)
     if ranks.rank == 0:
         logger.info("%s", report)
     text = poor_coverage(report)
@@ -316,29 +328,6 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
             f"ranks agree through {ranks.status_device}, and the host waits for it in most steps; "
             'add gloo for the CPU to the group, as in init_process_group("cpu:gloo,cuda:nccl")',
         )
-
-
-def coverage(registry: Registry) -> CoverageReport:
-    """Return the report on the trained parameters that K-FAC covers now."""
-    named = unwrapped(registry.model).named_parameters()
-    names: dict[Tensor, str] = {p: name for name, p in named}
-    trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
-    sizes = {names[p]: size for p, size in trained.items() if p in names}
-    reasons = registry.uncovered | registry.unseen
-    left: dict[str, Left] = {}
-    skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
-    for name in sorted(reasons, key=lambda name: -sizes.get(name, 0)):
-        if reasons[name] in BY_OPTION:
-            skipped[name] = reasons[name]
-        else:
-            left[name] = Left(sizes.get(name, 0), reasons[name])
-    covered, without = set[Tensor | None](), set[Tensor | None]()  # without: no call was found
-    for name, layer in registry.layers.items():
-        state = registry.states[name]
-        (covered if state.has_average or not state.unseen else without).update(layer.trainable)
-    number = sum([size for p, size in trained.items() if p in covered and p not in without])
-    elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
-    return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
 
 def poor_coverage(report: CoverageReport) -> str:
@@ -397,29 +386,3 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
         "and the factors leave it out; move such a use into the model's forward, and ignore this "
         "warning for a penalty or a hook",
     )
-
-
-# ---- values that ranks compare ----
-
-
-def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plain values of parameter groups; errors name the first that differs."""
-    values: dict[str, Any] = {}
-    for i, group in enumerate(groups):
-        for name in sorted(group, key=lambda x: (x != "lr", str(x))):  # others follow from lr
-            value = group[name]
-            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-                value = value.item()  # the host would wait for another device's
-            if isinstance(value, int | float | str | tuple | None):
-                # 1 as 1.0: equal numbers must have equal texts
-                values[f"{name} of parameter group {i}"] = float(value) if is_real(value) else value
-    return values
-
-
-def described(report: Coverage) -> dict[str, Any]:
-    """Return texts of a model's layers, for ranks to compare."""
-    texts = {}
-    for x in report.layers.values():
-        dtype = f", {x.covers}, {x.parameters[0].dtype}" if x.parameters else ""
-        texts[f"layer {x.name!r}"] = f"{x!r}{dtype}"
-    return texts
