@@ -36,17 +36,15 @@ _SCALE = 2.0**-64
 
 
 class CompiledPlan:
-    """The parameters that K-FAC gives new gradients or steps, and how.
+    """The parameters that K-FAC gives new gradients or steps, and how."""
 
-    ``rest`` has, for each of the optimizer's groups, the parameters that the base alone steps.
-    ``stacks`` are in the order of the plan's parameters.
-    """
-
-    def __init__(self, stacks: Sequence[ParameterStack], rest: list[list[Tensor]]) -> None:
-        self.stacks, self.rest = list(stacks), rest
+    def __init__(self, stacks: Sequence[ParameterStack], groups: list[ParamGroup]) -> None:
+        self.stacks = list(stacks)  # they hold the parameters, whose ids the facts compare
         self.parameters = [p for stack in stacks for p in stack.parameters]
         self.has_shards = any([is_sharded(p) for p in self.parameters])
         self.index = {p: i for i, p in enumerate(self.parameters)}
+        # For each of the optimizer's groups, the parameters that the base alone steps.
+        self.rest = [[p for p in group["params"] if p not in self.index] for group in groups]
         self.numbers = [stack.number for stack in stacks for _ in stack.parameters]
         start = 0
         for stack in stacks:
@@ -73,8 +71,7 @@ class CompiledPlan:
     def clip(self, terms: list[Tensor], limit: float, alphas: list[Any]) -> list[Tensor]:
         """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms.
 
-        ``alphas`` has the α of each of the optimizer's groups. ``terms`` are rows of
-        :func:`products`.
+        ``alphas`` has the α of each of the optimizer's groups, ``limit`` is κ.
         """
         assert self.whole is not None
         share = self.whole
@@ -109,10 +106,7 @@ class CompiledPlan:
 
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
-    """Return the clip's terms, ``[blocks, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.
-
-    Both are multiplied by :data:`_SCALE`. ``raw`` is overwritten.
-    """
+    """Return ⟨new, raw⟩, and its last column's part, ``[blocks, 2]``; ``raw`` is overwritten."""
     columns = raw.mul_(_SCALE).mul_(new).sum(1)
     return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
 
@@ -174,7 +168,7 @@ class Groups:
                     lambda layer, side: placements.owner(layer, side) == ranks.rank,
                     at_identity=options.kaisa_scaling,
                 )
-        self.published.clear()
+        self.published.clear()  # the entries are to get views of the new tensors
         self.of = {layer: group for group in self.all for layer in group.layers}
         self.places = registry.devices
         for layer in values.keys() & self.of.keys():
@@ -191,7 +185,7 @@ class Groups:
         return self._ready(self._registry.with_state) if directs else (set(), set())
 
     def _ready(self, layers: Collection[Layer]) -> tuple[set[Tensor], set[Tensor]]:
-        """Return parameters without other layers than these, and those that are collected here."""
+        # Return parameters without other layers than these, and those that this rank collects.
         chosen, sharded = set(layers), self._registry.placements.sharded
         raw: set[Tensor] = set()
         if self._rule.makes_directions:  # the papers' rules make do with one of several layers
@@ -205,6 +199,7 @@ class Groups:
         registry, ranks, placements = self._registry, self._ranks, self._registry.placements
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
+        # From here to the end, only facts that all ranks have agreed on may decide what travels.
         ready, collected = self._ready(layers)
         kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters that lie alike, and their parts
         placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
@@ -228,7 +223,7 @@ class Groups:
         for stack in stacks:
             whole = math.prod(stack.shape[1:])
             stack.is_partial = any(room.get(p, 0) < whole for p in stack.parameters)
-        plan = CompiledPlan(stacks, [[p for p in x["params"] if p not in rows] for x in groups])
+        plan = CompiledPlan(stacks, groups)
         share_of = functools.partial(Share, index=plan.index, number_of=number_of)
         terms = self.sizes.terms
         if self._rounds and layers:
@@ -249,7 +244,7 @@ class Groups:
                     plan.ends.append(plan.shards)
                 every += plan.shards.add(chunk, self.of, share_of)
         plan.whole = share_of(every) if every and terms else None
-        base.adopt(plan)
+        base.adopt(plan)  # before ``former`` is read, which it takes from the entries
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]
             base.stepped.update(plan.parameters)
@@ -279,10 +274,7 @@ class Packet(NamedTuple):
 
 
 class Rows:
-    """New gradients go along each row of ranks, from the gradient workers in the row.
-
-    Columns send side by side, and no column waits for another's products.
-    """
+    """New gradients go along each row of ranks, from the gradient workers in the row."""
 
     def __init__(
         self,
@@ -310,6 +302,7 @@ class Rows:
         """Make the shares of this rank, and receive the others."""
         with stage("hand out"):
             for device, rounds, items in self._ways:
+                # A generator: products of a bucket run while earlier buckets are on their way.
                 packets = (self._packed(owner, shares, make) for owner, shares in items)
                 for share, tensors in self._ranks.broadcast(
                     rounds, packets, device, "gradients", ahead=True
@@ -424,10 +417,8 @@ class Shards:
                     stack.buffer = stack.ahead = None
 
     def _travel(self, chunk: Chunk, name: str) -> None:
-        """Bring this rank's parts "ahead" to the layers' owners, or fill its parts of "buffer".
-
-        Sums over blocks go with the first, and the clip's terms with the second.
-        """
+        # Bring this rank's parts "ahead" to the layers' owners, or fill its parts of "buffer". Sums
+        # over blocks go with the first, and the clip's terms with the second.
         me, world, returns = self._ranks.rank, range(self._ranks.world), name == "buffer"
         at_owners: list[list[Tensor]] = [[] for _ in world]  # this rank's tensors, by owner
         at_ranks: list[list[Tensor]] = [[] for _ in world]  # the owner's tensors, by rank
@@ -436,7 +427,9 @@ class Shards:
         for layer in chunk.layers:
             owner, members = self._placements.owner(layer, "g"), set[int]()
             for p, shards in self._parts(layer):
-                for rank in [rank for rank in world if returns or shards.sends(rank, owner)]:
+                for rank in world if owner == me else (me,):
+                    if not (returns or shards.sends(rank, owner)):
+                        continue
                     members.add(rank)
                     if rank == me:
                         at_owners[owner].append(getattr(self._rows[p][0], name)[0])
@@ -485,7 +478,7 @@ class Shards:
         return [(p, shards) for p, shards in pairs if p in self._rows]
 
     def _spread(self, layer: Layer, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a layer's parameters, each with the blocks' values of this rank's part."""
+        # Yield a layer's parameters, each with the blocks' values of this rank's part.
         matrix = values[:, None, None].expand(-1, layer.size_of("g")[0], layer.size_of("a")[0])
         parts = zip(layer.parameters, layer.matrix_parts(matrix), strict=True)
         whole_of: dict[Tensor, Tensor] = dict(parts)

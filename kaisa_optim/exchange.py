@@ -98,7 +98,7 @@ class Status:
     def checksum(self, common: dict[str, Any]) -> int:
         """Return a checksum of the values that must be alike, and of all notes."""
         if self._noted is not None:
-            names, note = self._noted
+            names, note = self._noted  # on their way since an earlier step: reading hardly waits
             self._codes = dict(zip(names, refresh.read(note), strict=True))
             self._noted = None
         return agree.checksum([common, self._codes, self.graded])
@@ -162,7 +162,7 @@ class Status:
                 "average gradients over all ranks before step(), or use DistributedDataParallel",
             )
             self.proven = True
-        if total.drawn and total.trained:
+        if total.drawn and total.trained:  # G would mix two scales
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, trained)
@@ -214,6 +214,7 @@ class Status:
                 told[layer] = flag
             elif state.refreshes:  # since the load, if there was one
                 state.failures = 0
+        # The flags are sums over the ranks: a flag that two ranks sent would read as another one.
         rejected = [layer.name for layer, flag in told.items() if flag & REJECTED]
         if rejected:
             names = ", ".join(map(repr, rejected))
@@ -263,6 +264,7 @@ class Status:
                 layer.tied = is_new = True
         if is_new:
             registry.placements.find_facts(registry.layers.values())
+        # Count by total, never by this rank's capture: ranks must wait for the same layers.
         begun = total.captured and any([state.has_average for state in states.values()])
         for state, graded in zip(states.values(), total.gradients, strict=True):
             if graded and not state.has_average and (begun or total.unread):

@@ -78,7 +78,7 @@ class Preconditioner(Answers):
             device=next((p.device for p in model.parameters()), None),
         )
         self.steps, alone = 0, self.ranks.world == 1
-        self.rule = rule = make_rule(options, length)
+        self.rule = rule = make_rule(options, length)  # it keeps no tensors
         rule.half_products = None if alone else False  # False: until ranks agree
         self.sums = FactorSums(
             kaisa_scaling=options.kaisa_scaling,
@@ -86,7 +86,7 @@ class Preconditioner(Answers):
             travel=not alone,
             units=rule.scale_free,
         )
-        aim = weakref.WeakMethod(self._aim)
+        aim = weakref.WeakMethod(self._aim)  # a strong reference would be a circle
         self.hyperparameters = Hyperparameters(
             options, self.sums, group_schedules, alone=alone, aim=aim
         )
@@ -153,7 +153,7 @@ class Preconditioner(Answers):
         # Past __setattr__, which checks the names that users set: a quiet step pays for each call.
         attributes = self.__dict__
         attributes["work"] = StepPlan(self.steps) if works else _NO_WORK
-        facts = base.facts(self.groups.plan)
+        facts = base.facts(self.groups.plan)  # without numbers such as lr: each step reads these
         if gathers or facts != self.groups.facts:
             registry.homes.check(groups, registry.on_meta)
         if not self.status.alone:
@@ -173,6 +173,7 @@ class Preconditioner(Answers):
         self.sums.of_layer.clear()
         self.sums.passes.clear()
         if works or self.rule.reads_damping:
+            # After the exchange: a rank that raised before it would leave the others waiting.
             self.damping_of = registry.values("damping", groups)
         if works:
             self.refresh()
@@ -183,7 +184,7 @@ class Preconditioner(Answers):
         attributes["steps"] += 1
         if not self.status.alone:
             self.status.note_weights(self.steps)
-        self.step_count.fill_(self.steps)
+        self.step_count.fill_(self.steps)  # in place: all entries hold this tensor
         self.capture.reset()
         if self.work.exchanges:
             if hyperparameters.pending:
@@ -216,7 +217,7 @@ class Preconditioner(Answers):
                 scales = plan.clip([end.terms for end in plan.ends], self.kl_clip, rates)
             for end, scale in zip(plan.ends, scales, strict=True):
                 end.deliver(scale)
-            if plan.leaving:
+            if plan.leaving:  # before the base steps them: their entries are K-FAC's
                 base.let_go(plan)
             with label(PREFIX + "base step"):
                 base.rest(plan)
@@ -226,7 +227,7 @@ class Preconditioner(Answers):
                 stack.buffer = stack.ahead = None
 
     def _make(self, base: BaseNumbers, share: Share) -> None:
-        """Fill a share's new gradients, or directions with their lengths, and the blocks' terms."""
+        # Fill a share's new gradients, or directions with their lengths, and the clip's terms.
         rule, damping_of = self.rule, self.damping_of
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         with label(PREFIX + "precondition"):
@@ -248,16 +249,13 @@ class Preconditioner(Answers):
                 share.terms = torch.cat([products(raw, new) for raw, new in pairs])
 
     def gather(self, groups: list[ParamGroup]) -> bool:
-        """Agree with all ranks on this step, and take all sums into the owners' averages.
-
-        Return False if the step does not count.
-        """
+        """Agree with all ranks, and take sums into averages; return whether the step counts."""
         # Nowhere else does the host wait for other ranks. The work of other steps may follow from
         # their number and from facts that were agreed on here, and from nothing else.
         capture, registry, status, work = self.capture, self.registry, self.status, self.work
         label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
         common = {} if status.alone else self._common(groups)
-        report = self._report(common)
+        report = self._report(common)  # it must be as long on all ranks
         with label(PREFIX + "agree"):
             total = status.exchange(capture, report, self.steps)
         status.check(total, common, capture, self.sums)
@@ -287,11 +285,12 @@ class Preconditioner(Answers):
         work.of_gradients = square / total.terms if total.terms else 0.0
         work.seen = [a + b > 0 for a, b in zip(total.rows, total.crossed, strict=True)]
         work.exchanges, work.total, work.sections = True, total, registry.sections
+        # Read after ranks have compared the groups: an error is then raised on all of them.
         decay_of = registry.values("factor_decay", groups)
         layers = [registry.layers[name] for name in work.average]
         arrivals = self.exchange.sums(self.sums, layers, work)
         while True:
-            with label(PREFIX + "reduce"):
+            with label(PREFIX + "reduce"):  # a loop over the iterator would label averages, too
                 factors = next(arrivals, None)
             if factors is None:
                 break
@@ -303,9 +302,8 @@ class Preconditioner(Answers):
         return True
 
     def _report(self, common: dict[str, Any]) -> StepReport:
-        """Return the report of this rank's captures since the last step."""
         capture, registry, sums, rule = self.capture, self.registry, self.sums, self.rule
-        compared = capture.compared()  # it may find an error
+        compared = capture.compared()  # first: it may find an error
         layers, each = [*registry.layers.values()], [*sums.of_layer.values()]
         rows = [0.0] * (registry.sections[-1].stop if layers else 0)
         crossed = rows.copy()
@@ -360,7 +358,7 @@ class Preconditioner(Answers):
                 self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
         except Exception as error:
             self.status.note_failure(error, "decomposing factors")
-        with stage("share"):
+        with stage("share"):  # also after a failure: the other ranks wait for this one's part
             if self.ranks.grid.workers > 1:
                 self.exchange.share_state(layers)
             if rule.renews:
@@ -375,8 +373,8 @@ class Preconditioner(Answers):
             state.before, state.refreshed = state.refreshed, work.number
 
     def _pass_over(self, groups: list[ParamGroup], base: Any) -> None:
-        """Let the base step its own parameters in a step that does not count."""
-        # The plan has all layers: the base must not begin moments that K-FAC keeps.
+        # The base steps its own parameters in a step that does not count. The plan has all layers:
+        # with fewer, the base would begin moments that K-FAC keeps later.
         self.capture.reset()
         self.groups.compile(groups, base, all_layers=True)
         plan, self.groups.facts = self.groups.plan, None
@@ -388,8 +386,8 @@ class Preconditioner(Answers):
     # ---- slots ----
 
     def _aim(self) -> None:
-        """Note which layers are late, and tell capture where to look for their calls."""
-        # All ranks must note the same ones: the states that this reads are alike on all ranks.
+        # Note which layers are late, and tell capture where to look for their calls. All ranks must
+        # note the same layers, or only some would exchange: read nothing that one rank knows alone.
         registry, unseen = self.registry, []
         registry.missing, registry.late = [], []
         for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):
@@ -406,7 +404,7 @@ class Preconditioner(Answers):
         self._choose()
 
     def _choose(self) -> None:
-        """Look up the next step that gathers or refreshes, and what capture does in its passes."""
+        # Look up the next step that gathers or refreshes, and what capture does in its passes.
         parameters, number, registry = self.hyperparameters, self.steps, self.registry
         if parameters.moves:
             parameters.take_intervals(number)
@@ -433,7 +431,7 @@ class Preconditioner(Answers):
     # ---- the model ----
 
     def _common(self, groups: list[ParamGroup]) -> dict[str, Any]:
-        """Return the values that must be alike on all ranks; errors name the first that differs."""
+        # Return the values that must be alike on all ranks. Errors name the first that differs.
         values: dict[str, Any] = {}
         for i, group in enumerate(groups):
             for name in sorted(group, key=lambda x: (x != "lr", str(x))):  # lr before what follows
@@ -458,13 +456,13 @@ class Preconditioner(Answers):
         registry, covered = self.registry, coverage.Coverage()
         compares = not self.status.alone and (self._is_built or self._base is not None)
         registry.match_groups(groups)
-        error: Exception | None = None
+        error: Exception | None = None  # raised by all ranks, where they compare
         try:
             covered = registry.cover(groups, first=not self._is_built)
         except ValueError as problem:
             if not compares:
                 raise
-            error = problem  # all ranks raise it, where they compare
+            error = problem
         if compares:
             values = {"base optimizer": self._base, **self._common(groups)}
             values |= self.options.described()
@@ -478,6 +476,7 @@ class Preconditioner(Answers):
             agree.compare(self.ranks, values, "models and options", error)
         registry.rebuild(covered, groups)
         self.damping_of = registry.values("damping", groups)
+        # Sums of layers that are gone would be counted in K.
         for layer in self.sums.passes.keys() - set(registry.layers.values()):
             self.sums.drop(layer)
         new = Capture(
@@ -492,7 +491,7 @@ class Preconditioner(Answers):
             keep_errors=not self.status.alone,
         )
         if self._is_built:  # this may be between a backward pass and its step
-            self.capture.detach()
+            self.capture.detach()  # else both would count a pass
             new.resume(self.capture)
         self.capture = self.hyperparameters.capture = new
         self.allocate()
@@ -511,7 +510,7 @@ class Preconditioner(Answers):
         self.step_count = torch.tensor(self.steps, device="cpu")
 
     def _forget(self, layers: Collection[Layer]) -> None:
-        """Reset layers, and lay out their tensors anew."""
+        # All ranks forget the same layers, or they would lay their tensors out differently.
         for layer in layers:
             self.registry.states[layer.name].reset()
         if layers:
@@ -566,7 +565,7 @@ class Preconditioner(Answers):
         return uneven
 
     def _settle_layers(self, momenta: Collection[Tensor]) -> list[Layer]:
-        """Agree on what ranks have loaded: layers that some rank lacks begin anew."""
+        # Agree on what ranks have loaded: layers that some rank lacks begin anew on all ranks.
         layers, states, world = [*self.layers.values()], self.registry.states, self.ranks.world
         rows = []
         for layer in layers:

@@ -50,7 +50,7 @@ class Assigned(dict[str, Placement]):
         for task in self.tasks:
             place, parts = self[task.name], f"{task.blocks} x " if task.blocks > 1 else ""
             workers = [str(rank) for rank in self.grid.workers_of(place.g)]
-            if len(workers) > 4:
+            if len(workers) > 4:  # of thousands of ranks
                 workers[2:-1] = ["..."]
             a = f"A {parts}{task.a}{' diagonal' * task.diagonal_a} on rank {place.a}"
             g = f"G {parts}{task.g}{' diagonal' * task.diagonal_g} on rank {place.g}"
@@ -106,6 +106,7 @@ class Answers:
         Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
         registry = self.registry
+        # Lists the largest first: warnings name the first ones alone.
         named = unwrapped(registry.model).named_parameters()
         names: dict[Tensor, str] = {p: name for name, p in named}
         trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
@@ -132,7 +133,7 @@ class Answers:
 
     @property
     def assignment(self) -> Assigned:
-        """The owners of each layer's factors: a mapping from layer names, printed as a table."""
+        """The owners of each layer's factors: a mapping from layer names, printed line by line."""
         return Assigned(self.registry, self.ranks.grid)
 
     @property
@@ -175,8 +176,7 @@ class Answers:
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
 
-        Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
-        not count.
+        Sums of the running step are "pending", apart from the total; momenta are the base's.
         """
         usage = Counter[str]()
         kinds = {spec.name: spec.kind for spec in self.groups.sizes.specs}
@@ -188,12 +188,11 @@ class Answers:
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
 
-        The mean is over whole intervals as they are now set, with every layer in use. "factors" go
-        to their owners, "second_order" state to the gradient workers, and "gradients" to receivers;
-        "status" is the numbers that ranks exchange. The bytes follow from shapes: no collective is
-        called, and on one process nothing arrives. The mean leaves out early refreshes, each
-        about as much as the first step, and the all-reduce of gradients, such as
-        DistributedDataParallel's.
+        "factors" go to their owners, "second_order" state to the gradient workers, "gradients" to
+        receivers, and "status" is the numbers that ranks exchange. The mean is over whole intervals
+        as they are now set, with every layer in use, and without early refreshes, each about as
+        much as the first step. It follows from shapes: no collective is called. DDP's all-reduce of
+        gradients does not count.
         """
         slots = self.account.per_slot(
             self.schedule, self.factor_update_steps, self.inv_update_steps
@@ -205,15 +204,14 @@ class Answers:
 
         Steps, the share of covered parameters, layers without statistics, refreshes done and
         failed, rejected statistics, the largest share of a gradient from elsewhere, bytes kept and
-        received in a step, and the age of layers' state in steps. The host does not wait, unless
-        ``wait`` asks for the device's numbers, too.
-
-        These are the last step's "clip", and of the factors that this rank owns "residual" (of
-        roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the
-        damping, under "eigen"), each with "_mean" and "_max".
+        received in a step, and the age of layers' state in steps. With ``wait``, the host waits for
+        the device's numbers, too: the last step's "clip", and of the factors that this rank owns
+        "residual" (of roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of
+        factors with the damping, under "eigen"), each with "_mean" and "_max".
         """
         registry, groups, rule = self.registry, self.groups, self.rule
         states = [registry.states[layer.name] for layer in registry.active]
+        # Without ``wait``, plain numbers alone: a tensor that is read here stops the host.
         numbers: dict[str, float] = {
             "steps": self.steps,
             "covered_share": self.coverage().share,
@@ -331,10 +329,8 @@ def warn_at_construction(
 
 
 def poor_coverage(report: CoverageReport) -> str:
-    """Return a warning if much of a model is left.
-
-    Parameters that options leave, and those that scale or shift entries, do not count.
-    """
+    """Return a warning if much of a model is left to the base; else an empty text."""
+    # Parameters that options leave out, and those that scale or shift entries, are no news.
     left = sum(entry.size for entry in report.left.values() if entry.reason != SCALES)
     if left <= (1 - _ENOUGH) * report.total:
         return ""
@@ -349,6 +345,7 @@ def name_layers_without_statistics(
     layers: Iterable[Layer], states: Mapping[str, LayerState], named: set[Layer]
 ) -> None:
     """Warn once of each layer that has a gradient but no average."""
+    # Each rank warns of its own layers. A collective would hang here: ranks differ in gradients.
     for layer in [x for x in layers if not states[x.name].has_average and x not in named]:
         unseen = states[layer.name].unseen
         # Search calls around the layer's module first; coverage() reports layers by use.
@@ -366,7 +363,7 @@ def name_layers_without_statistics(
 
 def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witness) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    new: dict[str, float] = {}
+    new: dict[str, float] = {}  # alike on all ranks, which then warn together
     for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):
         for name, share in shares.items():
             if not states[name].elsewhere:
