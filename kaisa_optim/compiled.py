@@ -177,10 +177,7 @@ class Groups:
                     view.copy_(values[layer][name])
 
     def stepped(self) -> tuple[set[Tensor], set[Tensor]]:
-        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
-
-        All layers of these parameters have a state.
-        """
+        """Return parameters that K-FAC steps in the base's place, and those with momenta here."""
         directs = self._rule.makes_directions
         return self._ready(self._registry.with_state) if directs else (set(), set())
 
@@ -331,14 +328,6 @@ class Rows:
         return packets
 
 
-class Chunk(NamedTuple):
-    """Sharded layers whose gradients travel together."""
-
-    layers: list[Layer]
-    share: Share | None  # of the layers that this rank owns
-    whole: Places  # the whole parameters of these
-
-
 class Shards:
     """Each layer's owner gathers its gradient, and returns to every rank its shard of the new one.
 
@@ -351,7 +340,8 @@ class Shards:
     ) -> None:
         self._ranks, self._placements, self._terms = ranks, placements, terms
         self._rows, self._measures = rows, measures
-        self._chunks: list[Chunk] = []
+        # Layers that travel together, the share of those that this rank owns, and whole parameters.
+        self._chunks: list[tuple[list[Layer], Share | None, Places]] = []
         self._layers: list[Layer] = []
         # Numbers of each block: this rank's sums, for the owners; the clip's terms, for all ranks.
         self._sums: dict[Layer, Tensor] = {}
@@ -371,7 +361,7 @@ class Shards:
                 stack = ParameterStack(same, like, -1, mine=True)
                 whole |= {p: (stack, row) for row, p in enumerate(same)}
             group.place(group.layers, whole, {})
-        self._chunks.append(Chunk(layers, share_of(owned) if owned else None, whole))
+        self._chunks.append((layers, share_of(owned) if owned else None, whole))
         self._layers += [layer for group in groups for layer in group.layers]
         return groups
 
@@ -402,21 +392,21 @@ class Shards:
     def exchange(self, make: Make) -> None:
         """Bring momenta or gradients to owners, and new gradients back, chunk by chunk."""
         with stage("hand out"):
-            for chunk in self._chunks:
-                share, stacks = chunk.share, {stack for stack, _ in chunk.whole.values()}
+            for layers, share, whole in self._chunks:
+                stacks = {stack for stack, _ in whole.values()}
                 for stack in stacks:
                     stack.ahead, stack.buffer = stack.empty(), stack.empty()
-                self._travel(chunk, "ahead")
+                self._travel(layers, share, whole, "ahead")
                 if share is not None:
                     make(share)
                     share.deliver(None)
                     terms = share.terms.split(share.counts)
                     self._terms_of.update(zip(share.layers, terms, strict=True))
-                self._travel(chunk, "buffer")
+                self._travel(layers, share, whole, "buffer")
                 for stack in stacks:
                     stack.buffer = stack.ahead = None
 
-    def _travel(self, chunk: Chunk, name: str) -> None:
+    def _travel(self, layers: list[Layer], share: Share | None, whole: Places, name: str) -> None:
         # Bring this rank's parts "ahead" to the layers' owners, or fill its parts of "buffer". Sums
         # over blocks go with the first, and the clip's terms with the second.
         me, world, returns = self._ranks.rank, range(self._ranks.world), name == "buffer"
@@ -424,7 +414,7 @@ class Shards:
         at_ranks: list[list[Tensor]] = [[] for _ in world]  # the owner's tensors, by rank
         sums: dict[Layer, Tensor] = {}
         # Both ends must list their tensors in one order: the bytes have no names.
-        for layer in chunk.layers:
+        for layer in layers:
             owner, members = self._placements.owner(layer, "g"), set[int]()
             for p, shards in self._parts(layer):
                 for rank in world if owner == me else (me,):
@@ -434,7 +424,7 @@ class Shards:
                     if rank == me:
                         at_owners[owner].append(getattr(self._rows[p][0], name)[0])
                     if owner == me:
-                        stack, row = chunk.whole[p]
+                        stack, row = whole[p]
                         at_ranks[rank].append(shards.part(getattr(stack, name)[row], rank))
             if returns and self._terms:
                 if owner == me:
@@ -452,8 +442,7 @@ class Shards:
                     for rank, room in zip(sorted(members), sums[layer], strict=True):
                         at_ranks[rank].append(room)
         outgoing, incoming = (at_ranks, at_owners) if returns else (at_owners, at_ranks)
-        self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
-        share = chunk.share
+        self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
         if sums and share is not None:
             each = torch.cat([sums[x].sum(0) for x in share.layers])
             share.measured, former, share.squares = each.unbind(1)

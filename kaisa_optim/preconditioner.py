@@ -104,7 +104,7 @@ class Preconditioner(Answers):
         if not self.registry.layers:
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
-        reports.warn_at_construction(self.coverage(), self.registry, self.ranks, rule)
+        reports.warn_at_construction(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_built and name not in self.__dict__:  # attributes appear during construction
@@ -115,16 +115,15 @@ class Preconditioner(Answers):
 
     def __repr__(self) -> str:
         options, registry = self.options, self.registry
-        intervals = f"statistics every {self.factor_update_steps}"
-        if options.statistics_precision != "highest":
-            intervals += f" in {options.statistics_precision} precision"
-        intervals += f", refreshes every {self.inv_update_steps} steps"
-        slots = self.schedule.refresh_slots(self.factor_update_steps, self.inv_update_steps)
-        most = max(map(len, slots.values()), default=0)
+        gathers, refreshes = self.factor_update_steps, self.inv_update_steps
+        slots = self.schedule.refresh_slots(gathers, refreshes)
+        most, precision = max(map(len, slots.values()), default=0), options.statistics_precision
         at_once = f"up to {most} layer{'s' * (most > 1)} at a time"
-        intervals += f", {at_once}" if len(slots) > 1 else ", all layers at once"
+        at_once = at_once if len(slots) > 1 else "all layers at once"
+        rounded = "" if precision == "highest" else f" in {precision} precision"
+        intervals = f"statistics every {gathers}{rounded}, refreshes every {refreshes} steps"
         lines = [f"Preconditioner({options.compute_method}, {self.steps} steps taken)"]
-        lines += [f"  {intervals}", f"  {self.coverage().amount}"]
+        lines += [f"  {intervals}, {at_once}", f"  {self.coverage().amount}"]
         lines += [f"  {options.chosen}"] if options.chosen else []
         for title, entries in (
             ("covered", [repr(layer) for layer in registry.layers.values()]),

@@ -284,26 +284,25 @@ def nothing_covered(registry: Registry) -> ValueError:
 def nothing_captured(step: int) -> RuntimeError:
     """Return the error for a step that is due for statistics, and has none."""
     return RuntimeError(
-        f"step {step} is due for statistics, but no covered layer saw a backward "
-        "pass. Call .backward() through this very model once a step, after building "
-        "the optimizer. If a model of this class was compiled and called before, torch "
-        "reuses its code without hooks: build the optimizer first, or call "
-        "torch._dynamo.reset(). A CUDA graph of the backward pass runs no hooks; to "
-        "leave a forward pass out on purpose, use optimizer.preconditioner.paused()"
+        f"step {step} is due for statistics, but no covered layer saw a backward pass. Call "
+        ".backward() through this very model once a step, after building the optimizer. If a model "
+        "of this class was compiled and called before, torch reuses its code without hooks: build "
+        "the optimizer first, or call torch._dynamo.reset(). A CUDA graph of the backward pass "
+        "runs no hooks; to leave a forward pass out on purpose, use "
+        "optimizer.preconditioner.paused()"
     )
 
 
-def warn_at_construction(
-    report: CoverageReport, registry: Registry, ranks: Ranks, rule: Rule
-) -> None:
+def warn_at_construction(kfac: Answers) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
+    report, ranks, most = kfac.coverage(), kfac.ranks, kfac.rule.slow_above
     if ranks.rank == 0:
         logger.info("%s", report)
     text = poor_coverage(report)
     if text:
         agree.warn(ranks, text)
-    most, wide = rule.slow_above, []
-    for layer in registry.layers.values():  # frozen ones, too: they may be trained later
+    wide = []
+    for layer in kfac.layers.values():  # frozen ones, too: they may be trained later
         task, on_cpu = task_of(layer), layer.weight is not None and layer.weight.is_cpu
         for side, n, is_diagonal in (
             ("A", task.a, task.diagonal_a),
