@@ -260,9 +260,6 @@ class Groups:
         self.compilations += 1
 
 
-# ---- new gradients on their way ----
-
-
 class Packet(NamedTuple):
     """Tensors on their way, alike on all members: their owner sends them, the others fill them."""
 

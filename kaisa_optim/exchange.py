@@ -58,8 +58,6 @@ class Status:
         self.graded: list[tuple[int, list[str]]] = []
         self.proven = False  # weights and gradients were found alike on all ranks
 
-    # ---- between exchanges ----
-
     def note_failure(self, error: Exception, doing: str) -> None:
         """Keep an error for the next exchange, where all ranks raise it; a single rank raises."""
         if self.alone:
@@ -79,21 +77,19 @@ class Status:
         if not self.graded or self.graded[-1][1] != graded:
             self.graded.append((number, graded))
 
-    def _whole_weights(self) -> dict[str, Tensor]:
-        covered = {p for layer in self._registry.active for p in layer.parameters}
-        named = unwrapped(self._registry.model).named_parameters()
-        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
-
     def note_weights(self, steps: int) -> None:
         """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
         if not self._verify_every or steps % self._verify_every:
             return
-        whole = self._whole_weights()
-        if whole:
-            names = [f"parameter {name!r} in step {steps}" for name in whole]
-            self._noted = names, refresh.noted(agree.checksums(whole.values()))
+        weights = {f"{name} in step {steps}": p for name, p in self._weights().items()}
+        if weights:
+            self._noted = [*weights], refresh.noted(agree.checksums(weights.values()))
 
-    # ---- an exchange ----
+    def _weights(self) -> dict[str, Tensor]:
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        named = [x for x in unwrapped(self._registry.model).named_parameters() if x[1] in covered]
+        # Each rank has other numbers of a sharded weight.
+        return {f"parameter {name!r}": p for name, p in named if not sharding.is_sharded(p)}
 
     def checksum(self, common: dict[str, Any]) -> int:
         """Return a checksum of the values that must be alike, and of all notes."""
@@ -149,18 +145,15 @@ class Status:
             agree.raise_difference(ranks, common, "hyperparameters")
         if not self.alone and not self.proven:
             # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
-            whole = self._whole_weights()
-            agree.compare_tensors(
-                ranks,
-                {f"parameter {name!r}": p for name, p in whole.items()},
-                "give all ranks the same weights, by DistributedDataParallel or by one seed",
-            )
-            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
-            agree.compare_tensors(
-                ranks,
-                {f"the gradient of {name!r}": x for name, x in gradients.items()},
-                "average gradients over all ranks before step(), or use DistributedDataParallel",
-            )
+            weights = self._weights()
+            must = "give all ranks the same weights, by DistributedDataParallel or by one seed"
+            agree.compare_tensors(ranks, weights, must)
+            gradients: dict[str, Tensor] = {}
+            for title, p in weights.items():
+                if p.grad is not None:
+                    gradients[title.replace("parameter", "the gradient of", 1)] = p.grad
+            must = "average gradients over all ranks before step(), or use DistributedDataParallel"
+            agree.compare_tensors(ranks, gradients, must)
             self.proven = True
         if total.drawn and total.trained:  # G would mix two scales
             draws, capture.draws = capture.draws, 0

@@ -106,23 +106,23 @@ class Answers:
         Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
         registry = self.registry
-        # Lists the largest first: warnings name the first ones alone.
         named = unwrapped(registry.model).named_parameters()
         names: dict[Tensor, str] = {p: name for name, p in named}
         trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
         sizes = {names[p]: size for p, size in trained.items() if p in names}
         reasons, left = registry.uncovered | registry.unseen, dict[str, Left]()
         skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+        # The largest first: warnings name the first ones alone.
         for name in sorted(reasons, key=lambda name: -sizes.get(name, 0)):
             if reasons[name] in BY_OPTION:
                 skipped[name] = reasons[name]
             else:
                 left[name] = Left(sizes.get(name, 0), reasons[name])
-        covered, without = set[Tensor | None](), set[Tensor | None]()  # without: no call was found
+        covered: set[Any] = {p for layer in registry.layers.values() for p in layer.trainable}
         for name, layer in registry.layers.items():
-            state = registry.states[name]
-            (covered if state.has_average or not state.unseen else without).update(layer.trainable)
-        number = sum([size for p, size in trained.items() if p in covered and p not in without])
+            if registry.states[name].unseen and not registry.states[name].has_average:
+                covered.difference_update(layer.trainable)  # no call of the layer was found
+        number = sum([size for p, size in trained.items() if p in covered])
         elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
         return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
@@ -265,9 +265,6 @@ class Answers:
             fisher.draw(outputs, kind, dim, seed, capture, self.sums)
 
 
-# ---- texts ----
-
-
 def nothing_covered(registry: Registry) -> ValueError:
     """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
@@ -336,8 +333,9 @@ def poor_coverage(report: CoverageReport) -> str:
     lines = [f"  {name}: {size}, {why}" for name, (size, why) in report.left.items()]
     if len(lines) > _LISTED:
         lines[_LISTED:] = [f"  and {len(lines) - _LISTED} more"]
+    named = "\n".join(lines)
     text = "the base optimizer updates these parameters with their raw gradients"
-    return "\n".join([f"{text}:", *lines, report.amount])
+    return f"{text}:\n{named}\n{report.amount}"
 
 
 def name_layers_without_statistics(
