@@ -465,9 +465,11 @@ class Shards:
 
     def _spread(self, layer: Layer, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         # Yield a layer's parameters, each with the blocks' values of this rank's part.
+        if layer.blocks == 1:
+            yield from [(p, values) for p, _ in self._parts(layer)]
+            return
         matrix = values[:, None, None].expand(-1, layer.size_of("g")[0], layer.size_of("a")[0])
         parts = zip(layer.parameters, layer.matrix_parts(matrix), strict=True)
-        whole_of: dict[Tensor, Tensor] = dict(parts)
+        whole_of: dict[Any, Tensor] = dict(parts)
         for p, shards in self._parts(layer):
-            whole = whole_of[p].reshape(shards.shape) if layer.blocks > 1 else None
-            yield p, values if whole is None else shards.part(whole, self._ranks.rank)
+            yield p, shards.part(whole_of[p].reshape(shards.shape), self._ranks.rank)

@@ -268,11 +268,11 @@ class Answers:
 def nothing_covered(registry: Registry) -> ValueError:
     """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
-    skipped, use = registry.skipped, "use the base optimizer"
+    skipped = registry.skipped
     if skipped:
         patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
         reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
-        use = "use the base optimizer, skip less"
+    use = "use the base optimizer, skip less" if skipped else "use the base optimizer"
     detail = f" ({'; '.join(reasons)})" if reasons else ""
     must = f"{use}, or register its layers with register_layer"
     return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
