@@ -44,7 +44,9 @@ class CompiledPlan:
         self.has_shards = any([is_sharded(p) for p in self.parameters])
         self.index = {p: i for i, p in enumerate(self.parameters)}
         # For each of the optimizer's groups, the parameters that the base alone steps.
-        self.rest = [[p for p in group["params"] if p not in self.index] for group in groups]
+        self.rest: list[list[Tensor]] = []
+        for group in groups:
+            self.rest.append([p for p in group["params"] if p not in self.index])
         self.numbers = [stack.number for stack in stacks for _ in stack.parameters]
         start = 0
         for stack in stacks:

@@ -176,10 +176,12 @@ class Status:
         steps = {step for notes in of_ranks for step, _ in notes}
         first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
         for step in sorted(step for step in steps if step >= first):
-            # A note holds until the next one.
-            present = [[names for since, names in x if since <= step][-1] for x in of_ranks]
             for name in self._registry.layers:
-                without = [rank for rank, names in enumerate(present) if name not in names]
+                without = []
+                for rank, notes in enumerate(of_ranks):
+                    # A note holds until the next one.
+                    present = [names for since, names in notes if since <= step][-1]
+                    without += [rank] if name not in present else []
                 if not 0 < len(without) < self._ranks.world:
                     continue
                 drift = "would drift apart"
@@ -351,17 +353,16 @@ class Exchange:
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
             buckets = [x for x in itertools.chain(*rounds) if ranks.rank in x.sizes]
             # A generator, and no list: a packed triangle lives only until it has arrived.
-            packets = (
-                [self._packed(factor) for factor in item.content]
-                for bucket in buckets
-                for item in bucket.items
-            )
+            packets = (self._packed(item.content) for bucket in buckets for item in bucket.items)
             arrived = ranks.broadcast(rounds, packets, device_of(same[0]), "second_order")
             for (side, slots), tensors in arrived:
                 self._rule.incoming(side, slots, tensors)
 
-    def _packed(self, factor: FactorFacts) -> Packet:
-        layer = self._registry.layers[factor.layer.name]
-        group = self._groups.of[layer]
-        side, slots = getattr(group, factor.side), group.slots[layer]
-        return Packet((side, slots), self._rule.outgoing(side, slots))
+    def _packed(self, factors: list[FactorFacts]) -> list[Packet]:
+        packets = []
+        for factor in factors:
+            layer = self._registry.layers[factor.layer.name]
+            group = self._groups.of[layer]
+            side, slots = getattr(group, factor.side), group.slots[layer]
+            packets.append(Packet((side, slots), self._rule.outgoing(side, slots)))
+        return packets

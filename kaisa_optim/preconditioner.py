@@ -144,9 +144,10 @@ class Preconditioner(Answers):
             raise TypeError(
                 "optimizer.step() calls preconditioner.step() itself; leave out the call"
             )
-        hyperparameters, registry, slot = self.hyperparameters, self.registry, self.slot
+        hyperparameters, registry = self.hyperparameters, self.registry
         if hyperparameters.known != [group.get(name) for group in groups for name in PER_GROUP]:
             hyperparameters.read(groups, self.steps)
+        slot = self.slot
         works = self.steps == slot.number
         gathers = works and slot.gathers is not None
         # Past __setattr__, which checks the names that users set: a quiet step pays for each call.
@@ -441,8 +442,7 @@ class Preconditioner(Answers):
                     # 1 as 1.0: equal numbers must have equal texts
                     value = float(value) if is_real(value) else value
                     values[f"{name} of parameter group {i}"] = value
-        values["steps"] = self.steps
-        values |= {name: getattr(self.hyperparameters, name) for name in SHARED}
+        values |= {"steps": self.steps} | {n: getattr(self.hyperparameters, n) for n in SHARED}
         values |= self.hyperparameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
