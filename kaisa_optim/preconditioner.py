@@ -297,8 +297,7 @@ class Preconditioner(Answers):
             with label(PREFIX + "average"):
                 averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
         if not all([state.has_average for state in registry.states.values()]):
-            layers = [x for group in self.groups.all if group.applied for x in group.layers]
-            reports.name_layers_without_statistics(layers, registry.states, status.named)
+            reports.name_layers_without_statistics(self, status.named)
         return True
 
     def _report(self, common: dict[str, Any]) -> StepReport:

@@ -6,7 +6,7 @@ import logging
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -338,15 +338,15 @@ def poor_coverage(report: CoverageReport) -> str:
     return f"{text}:\n{named}\n{report.amount}"
 
 
-def name_layers_without_statistics(
-    layers: Iterable[Layer], states: Mapping[str, LayerState], named: set[Layer]
-) -> None:
-    """Warn once of each layer that has a gradient but no average."""
+def name_layers_without_statistics(kfac: Answers, named: set[Layer]) -> None:
+    """Warn once of each layer that has a gradient but no average; ``named`` is filled."""
     # Each rank warns of its own layers. A collective would hang here: ranks differ in gradients.
-    for layer in [x for x in layers if not states[x.name].has_average and x not in named]:
-        unseen = states[layer.name].unseen
+    for layer in [x for group in kfac.groups.all if group.applied for x in group.layers]:
+        state = kfac.registry.states[layer.name]
+        if state.has_average or layer in named:
+            continue
         # Search calls around the layer's module first; coverage() reports layers by use.
-        if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):
+        if layer.watchable and state.unseen and (layer.by_use or state.unseen < PATIENCE):
             continue
         if any(p.grad is not None for p in layer.parameters):
             named.add(layer)
