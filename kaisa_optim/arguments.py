@@ -171,7 +171,7 @@ class Notices:
         trained = [p.requires_grad for p in kfac.registry.parameters]
         former, self._looked = self._looked, (unseen, trained)
         if unseen and self._looked != former:
-            text = reports.poor_coverage(reports.coverage(kfac.registry))
+            text = reports.poor_coverage(kfac.coverage())
             self._is_given = bool(text)
             if text:
                 agree.warn(kfac.ranks, text)

@@ -198,7 +198,7 @@ def warn_of_share(optimizer: KFACMixin) -> None:
     different: of plain tensors, torch takes rank 0's alone.
     """
     kfac = optimizer.preconditioner
-    if kfac.status.comparison is None:
+    if kfac.status.alone:
         return
     for caller in agree.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
@@ -314,7 +314,7 @@ class Load:
             )
         if self.anew and not self._fresh:
             names = ", ".join(map(repr, self.anew))
-            if kfac.status.comparison is not None:
+            if not kfac.status.alone:
                 names += f", which rank {kfac.ranks.rank} keeps (was it saved without "
                 names += "consolidate_state_dict()?)"
             warnings.warn(

@@ -1,13 +1,8 @@
-"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts.
-
-New gradients come to the parameters from shares of groups: made and used on this rank, handed out
-along a row of ranks (:class:`Rows`), or brought to owners and back in shards (:class:`Shards`).
-"""
+"""What a step needs: a rank's groups, and the plan that is compiled from seldom changing facts."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .account import Round, gradient_rounds
-from .comm.ranks import CopyItem, Ranks
+from .comm.ranks import Ranks
 from .comm.sharding import is_sharded, local
 from .curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
 from .curvature.lengths import SHARD_SUMS, Share, are_alike
@@ -28,9 +23,8 @@ from .options import Options
 from .plan.facts import ShardPlaces, Sizes, chunks, grouped
 from .stages import stage
 
-Entry = dict[str, Any]
 Make = Callable[[Share], None]  # fills the directions and terms of a share
-Rows_ = Mapping[Tensor, tuple[ParameterStack, int]]  # each parameter's stack and row
+Places = Mapping[Tensor, tuple[ParameterStack, int]]  # each parameter's stack and row
 ShareOf = Callable[[Sequence[Group]], Share]
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
@@ -42,30 +36,29 @@ _SCALE = 2.0**-64
 
 
 class CompiledPlan:
-    """The parameters that K-FAC gives new gradients or steps, and how.
+    """The parameters that K-FAC gives new gradients or steps, and how."""
 
-    ``rest`` has, for each of the optimizer's groups, the parameters that the base alone steps.
-    ``stacks`` are in the order of the plan's parameters.
-    """
-
-    def __init__(self, stacks: Sequence[ParameterStack], rest: list[list[Tensor]]) -> None:
-        self.stacks, self.rest = list(stacks), rest
+    def __init__(self, stacks: Sequence[ParameterStack], groups: list[ParamGroup]) -> None:
+        self.stacks = list(stacks)  # they hold the parameters, whose ids the facts compare
         self.parameters = [p for stack in stacks for p in stack.parameters]
         self.has_shards = any([is_sharded(p) for p in self.parameters])
         self.index = {p: i for i, p in enumerate(self.parameters)}
+        # For each of the optimizer's groups, the parameters that the base alone steps.
+        self.rest: list[list[Tensor]] = []
+        for group in groups:
+            self.rest.append([p for p in group["params"] if p not in self.index])
         self.numbers = [stack.number for stack in stacks for _ in stack.parameters]
         start = 0
         for stack in stacks:
             stack.at = slice(start, start + len(stack.parameters))
             start = stack.at.stop
-        self.local: list[Share] = []  # made here, and for this rank alone
-        self.made: list[Share] = []  # all that are made here of whole parameters
-        self.shares: list[Share] = []  # those that are written into the buffers here
+        self.made: list[Share] = []  # all that this rank makes of whole parameters
         self.rows: Rows | None = None
         self.shards: Shards | None = None
-        self.nu: Tensor | None = None  # of the last step's clip
+        self.ends: list[Share | Shards] = []  # what writes new gradients into this rank's buffers
         self.whole: Share | None = None  # all blocks, where a clip goes by all of them
-        self.entries: list[Entry] = []  # of the parameters, in the optimizer's state
+        self.nu: Tensor | None = None  # of the last step's clip
+        self.entries: list[dict[str, Any]] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
@@ -76,63 +69,55 @@ class CompiledPlan:
             kinds.setdefault((number, p.device, p.dtype, type(p)), []).append(i)
         self.kinds = [(number, places) for (number, *_), places in kinds.items()]
 
-    def take_former(self) -> None:
-        """Add the second moments that the base kept to the numbers of the blocks.
-
-        Those of shards are left to their measures: owners need the sums of all ranks.
-        """
-        stacks = [x for share in self.made for g in share.groups for x, *_ in g.places]
-        for stack in stacks:
-            stack.former = stack.empty().zero_() if stack.former is None else stack.former
-        for share in self.made:
-            sums = share.block_sums([], "former", squares=False).split(share.sizes)
-            torch._foreach_add_([group.tensors["square_sum"] for group in share.groups], list(sums))
-        for stack in stacks:
-            stack.former = None
-
     def clip(self, terms: list[Tensor], limit: float, alphas: list[Any]) -> list[Tensor]:
         """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms.
 
-        ``alphas`` has the α of each of the optimizer's groups. The host does not wait. The layers'
-        terms, rows of :func:`products`, are added up in the layers' order, so that ν has the same
-        bits on all ranks.
+        ``alphas`` has the α of each of the optimizer's groups, ``limit`` is κ.
         """
         assert self.whole is not None
         share = self.whole
+        # Every rank adds the layers' terms up in the layers' order. In the order of arrival, ν
+        # would have other bits on each rank, and weights would drift apart.
         each = torch.cat([x.to(share.like.device) for x in terms]).index_select(0, share.order)
         order = share.ordered
         of_layers = each.split([share.counts[i] for i in order])
         rows = torch.stack([x[0] if len(x) == 1 else x.sum(0) for x in of_layers])
-        weights, biases = ([[*alphas, 0.0][i] for i in part] for part in share.numbers)
-        if are_alike([*weights, *biases]):
-            total: Any = rows.select(1, 0).sum() * _squared(weights[0])
+        # The last is of a parameter without a place. Only scalars on the CPU go with all devices.
+        squares = [x.reshape(()) ** 2 if isinstance(x, Tensor) else x**2 for x in (*alphas, 0.0)]
+        weights, biases = share.numbers
+        if are_alike([squares[i] for i in (*weights, *biases)]):
+            total: Any = rows.select(1, 0).sum() * squares[weights[0]]
         else:  # a layer's weight, and its bias, the last column, may have an α each
             total = sum(
-                (row[0] - row[1]) * _squared(weights[i]) + row[1] * _squared(biases[i])
+                (row[0] - row[1]) * squares[weights[i]] + row[1] * squares[biases[i]]
                 for i, row in zip(order, rows, strict=True)
             )
+        # On the device: a comparison on the host would wait for all products of the step.
         self.nu = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
         return [self.nu.expand(len(x)) for x in terms]
 
     def missing(self, present: list[bool]) -> list[tuple[ParameterStack, list[int]]]:
         """Return stacks of momenta with rows whose parameters have no gradient."""
-        each = [(stack, present[stack.at]) for stack in self.stacks if stack.mine]
-        rows = [(stack, [i for i, x in enumerate(flags) if not x]) for stack, flags in each]
-        return [(stack, own) for stack, own in rows if own]
+        stacks = []
+        for stack in self.stacks:
+            rows = [i for i, flag in enumerate(present[stack.at]) if not flag]
+            if stack.mine and rows:
+                stacks.append((stack, rows))
+        return stacks
 
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
-    """Return the clip's terms, ``[blocks, 2]``: ⟨new, raw⟩, and ⟨new, raw⟩ of the last column.
-
-    Both are multiplied by :data:`_SCALE`. ``raw`` is overwritten.
-    """
+    """Return ⟨new, raw⟩, and its last column's part, ``[blocks, 2]``; ``raw`` is overwritten."""
     columns = raw.mul_(_SCALE).mul_(new).sum(1)
     return torch.stack([columns.sum(1), columns.select(1, -1)], 1)
 
 
-def _squared(alpha: Any) -> Any:
-    """Return α² as a scalar: only a scalar CPU tensor goes with tensors of other devices."""
-    return alpha.reshape(()) ** 2 if isinstance(alpha, Tensor) else alpha**2
+def sizes_of(rule: Rule, options: Options) -> Sizes:
+    """Return what the bytes of this rule depend on under these options."""
+    dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
+    average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    terms = CLIP_TERMS * (clips and not rule.makes_directions)
+    return rule.sizes._replace(average=average, wire=wire, terms=terms)
 
 
 class Groups:
@@ -153,24 +138,23 @@ class Groups:
     def allocate(self) -> None:
         """Make all groups anew; layers that have an average keep their values."""
         registry, ranks, options, known = self._registry, self._ranks, self._options, self.of
-        active = registry.active
+        sharded = registry.sharded
         values = {x: dict(known[x].views(x)) for x in registry.with_average if x in known}
-        whole = [layer for layer in active if layer not in registry.sharded]
+        whole = [layer for layer in registry.active if layer not in sharded]
         columns, facts, self._rounds = ranks.grid.columns, registry.facts, []
         lists = alike(whole) if columns == 1 else []
         for same in by_device(whole) if columns > 1 else ():
             grid, limit = ranks.grid, ranks.bucket_bytes
             rounds = gradient_rounds(same, facts.__getitem__, self.sizes, grid, ranks.rank, limit)
-            self._rounds.append((same[0].parameters[0].device, rounds))
+            self._rounds.append((device_of(same[0]), rounds))
             lists += [x for (bucket,) in rounds for item in bucket.items for x in item.content]
-        sharded = [layer for layer in active if layer in registry.sharded]
         # Each rank has only a part of the bytes of a chunk.
+        in_shards = [x for x in registry.active if x in sharded]
         limit = ranks.bucket_bytes * ranks.world
-        parts = chunks(sharded, lambda x: facts[x].gradient * facts[x].itemsize, limit)
-        self._chunks = [*parts]
+        self._chunks = [*chunks(in_shards, lambda x: facts[x].gradient * facts[x].itemsize, limit)]
         for chunk in self._chunks:
-            owned = grouped(chunk, lambda x: registry.owner(x, "g")).values()
-            lists += [same for layers in owned for same in alike(layers)]
+            for owned in grouped(chunk, lambda x: registry.owner(x, "g")).values():
+                lists += alike(owned)
         self.all = []
         for layers in lists:
             owner = registry.owner(layers[0], "g")
@@ -192,228 +176,203 @@ class Groups:
                     view.copy_(values[layer][name])
 
     def stepped(self) -> tuple[set[Tensor], set[Tensor]]:
-        """Return the parameters that K-FAC steps in the base's place, and those with momenta here.
-
-        All layers of these parameters have a state.
-        """
-        if not self._rule.makes_directions:
-            return set(), set()
-        return self._ready(self._registry.with_state)
+        """Return parameters that K-FAC steps in the base's place, and those with momenta here."""
+        directs = self._rule.makes_directions
+        return self._ready(self._registry.with_state) if directs else (set(), set())
 
     def _ready(self, layers: Collection[Layer]) -> tuple[set[Tensor], set[Tensor]]:
-        """Return parameters without other layers than these, and those that are collected here.
-
-        The papers' rules take a parameter of several layers for ready when one of them is.
-        """
+        # Return parameters without other layers than these, and those that this rank collects.
         chosen, sharded = set(layers), self._registry.sharded
         raw: set[Tensor] = set()
-        if self._rule.makes_directions:
+        if self._rule.makes_directions:  # the papers' rules make do with one of several layers
             raw.update(p for x in self._registry.active if x not in chosen for p in x.parameters)
         ready: set[Tensor] = {p for x in layers for p in x.parameters if p not in raw}
-        here = [x for x in layers if x in sharded or self.of[x].applied]
-        return ready, {p for x in here for p in x.parameters if p in ready}
+        collected = [x for x in layers if x in sharded or self.of[x].applied]
+        return ready, {p for x in collected for p in x.parameters if p in ready}
 
     def compile(self, groups: list[ParamGroup], base: Any, *, all_layers: bool = False) -> None:
         """Make the plan of the steps to come, for the layers that have a state."""
-        registry, ranks, sharded = self._registry, self._ranks, self._registry.sharded
+        registry, ranks = self._registry, self._ranks
         layers = dict.fromkeys(registry.active if all_layers else registry.with_state)
-        ready, mine = self._ready(layers)
         number_of = {p: i for i, group in enumerate(groups) for p in group["params"]}
-        # Stacks of parameters that lie alike, in one of the optimizer's groups. A stack of the
-        # former plan is used again, so that its tensors stay where they are.
-        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters, and this rank's parts
+        # From here to the end, only facts that all ranks have agreed on may decide what travels.
+        ready, collected = self._ready(layers)
+        kinds: dict[Any, dict[Tensor, Tensor]] = {}  # parameters that lie alike, and their parts
         placed = [p for g in self.all for x in g.layers if x in layers for p in x.parameters]
         for p in [p for p in placed if p in ready and p in number_of]:
-            part, apart = (local(p), id(p)) if is_sharded(p) else (p, None)
+            # A sharded parameter has a stack of its own: ranks' parts differ in size.
+            part, alone = (local(p), id(p)) if is_sharded(p) else (p, None)
             layout = part.shape, strides(part), part.dtype, part.device
-            kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
+            kinds.setdefault((number_of[p], p in collected, layout, alone), {})[p] = part
+        # A stack of the former plan is used again, so that its tensors stay where they are.
         former, stacks = {x.key: x for x in self.plan.stacks}, []
-        for (_, number, keeps, _), parts in kinds.items():
-            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
+        for (number, keeps, *_), parts_of in kinds.items():
+            like = next(iter(parts_of.values()))
+            stack = ParameterStack([*parts_of], like, number, mine=keeps)
             stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
         for group in self.all:
-            if group.layers[0] not in sharded:
+            if group.layers[0] not in registry.sharded:
                 group.place([x for x in group.layers if x in layers], rows, room)
+            group.in_half = self._rule.in_half(group.g.key)
         for stack in stacks:
             whole = math.prod(stack.shape[1:])
             stack.is_partial = any(room.get(p, 0) < whole for p in stack.parameters)
-        rest = [[p for p in group["params"] if p not in rows] for group in groups]
-        plan = CompiledPlan(stacks, rest)
+        plan = CompiledPlan(stacks, groups)
         share_of = functools.partial(Share, index=plan.index, number_of=number_of)
-        terms, every = self.sizes.terms, list[Group]()
+        terms = self.sizes.terms
         if self._rounds and layers:
-            plan.rows = Rows(self._rounds, ranks, terms, self.of, share_of)
-            plan.shares = plan.rows.shares
-            plan.made = [share for share in plan.shares if share.groups[0].applied]
+            plan.rows = Rows(ranks, self._rounds, terms, self.of, share_of)
+            plan.made = [share for share in plan.rows.shares if share.groups[0].applied]
         elif ranks.grid.columns == 1:
-            placed_groups = [group for group in self.all if group.places]
-            size = lambda group: math.prod(group.shape)  # noqa: E731
-            for same in grouped(placed_groups, lambda group: group.g.key[2:]).values():
-                plan.local += [share_of(part) for part in chunks(same, size, _AT_ONCE)]
-            plan.shares = plan.made = plan.local
-        every += [group for share in plan.shares for group in share.groups]
-        begun = [chunk for chunk in self._chunks if not layers.keys().isdisjoint(chunk)]
-        if begun:
-            plan.shards = Shards(
-                *(begun, registry, ranks, terms, rows, self.of, share_of),
-                measures=self._rule.makes_directions,
-            )
-            every += plan.shards.groups
+            made = [group for group in self.all if group.places]
+            for same in grouped(made, lambda group: group.g.key[2:]).values():
+                parts = chunks(same, lambda group: math.prod(group.shape), _AT_ONCE)
+                plan.made += [share_of(part) for part in parts]
+        shares = plan.made if plan.rows is None else plan.rows.shares
+        every, plan.ends = [group for share in shares for group in share.groups], [*shares]
+        for chunk in self._chunks:
+            if not layers.keys().isdisjoint(chunk):
+                if plan.shards is None:
+                    measures = self._rule.makes_directions
+                    plan.shards = Shards(ranks, registry, terms, rows, measures=measures)
+                    plan.ends.append(plan.shards)
+                every += plan.shards.add(chunk, self.of, share_of)
         plan.whole = share_of(every) if every and terms else None
-        for group in self.all:
-            group.in_half = self._rule.in_half(group.g.key)
-        base.adopt(plan)
+        base.adopt(plan)  # before ``former`` is read, which it takes from the entries
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]
             base.stepped.update(plan.parameters)
+        # Second moments of the base become numbers of the blocks. Those of shards are left to their
+        # measures: owners need the sums of all ranks.
         if any(stack.former is not None for stack in stacks):
-            plan.take_former()
+            used = [x for share in plan.made for group in share.groups for x, *_ in group.places]
+            for stack in used:
+                stack.former = stack.empty().zero_() if stack.former is None else stack.former
+            for share in plan.made:
+                sums = share.block_sums([], "former", squares=False).split(share.sizes)
+                torch._foreach_add_([x.tensors["square_sum"] for x in share.groups], list(sums))
+            for stack in used:
+                stack.former = None
         self.plan = plan
         self.compilations += 1
 
 
-def sizes_of(rule: Rule, options: Options) -> Sizes:
-    """Return what the bytes of this rule depend on under these options."""
-    dtypes, clips = (options.factor_dtype, options.comm_dtype), options.kl_clip is not None
-    average, wire = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    terms = CLIP_TERMS * (clips and not rule.makes_directions)
-    return rule.sizes._replace(average=average, wire=wire, terms=terms)
+class Packet(NamedTuple):
+    """Tensors on their way, alike on all members: their owner sends them, the others fill them."""
 
-
-# ---- new gradients on their way ----
-
-
-class _Wire:
-    """A share's new gradients as they travel, in ``comm_dtype``."""
-
-    def __init__(self, share: Share, dtype: torch.dtype | None, terms: int, make: Make | None):
-        self.share = share
-        if make is not None:
-            make(share)
-            # The sender uses the rounded ones, too, so that all ranks agree.
-            self.new = [x.to(dtype or x.dtype) for x in share.directions]
-            self.terms = list(share.terms.split(share.sizes))
-        else:
-            like = [(g, dtype or g.dtype) for g in share.groups]
-            self.new = [torch.empty(g.shape, dtype=own, device=g.device) for g, own in like]
-            self.terms = [
-                torch.empty(g.count, terms, dtype=g.dtype, device=g.device) for g in share.groups
-            ]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        pairs = zip(self.new, self.terms, strict=True)
-        return [x for new, terms in pairs for x in (new, terms) if x.numel()]
-
-    def unpack(self) -> None:
-        self.share.directions = [x.to(self.share.like.dtype) for x in self.new]
-        self.share.terms = torch.cat(self.terms)
+    place: Any  # what they belong to: a share, or a factor's side and slots
+    tensors: list[Tensor]
 
 
 class Rows:
-    """New gradients go along each row of ranks, from the gradient workers in the row.
-
-    The layers' state decides which gradients travel, not a rank's gradients: a missing gradient
-    counts as zero. Columns send side by side, and no column waits for another's products.
-    """
+    """New gradients go along each row of ranks, from the gradient workers in the row."""
 
     def __init__(
         self,
-        rounds: Sequence[tuple[torch.device, list[Round]]],
         ranks: Ranks,
+        rounds_of: list[tuple[torch.device, list[Round]]],
         terms: int,
         group_of: Mapping[Layer, Group],
         share_of: ShareOf,
     ) -> None:
-        self._rounds, self._ranks, self._terms = rounds, ranks, terms
-        items = [x for _, one in rounds for (bucket,) in one for x in bucket.items]
-        self._shares_of: dict[int, list[Share]] = {}
-        for item in items:
-            groups = [group_of[layers[0]] for layers in item.content]
-            alike = grouped(groups, lambda group: group.dtype).values()
-            self._shares_of[id(item)] = [share_of(same) for same in alike]
-        self.shares = [*itertools.chain.from_iterable(self._shares_of.values())]
+        self._ranks, self._terms = ranks, terms
+        self.shares: list[Share] = []
+        # Rounds on a device, and the shares of each of their items with the rank that sends them.
+        # The layers' state decides which gradients travel, and never a rank's own gradients: the
+        # other ranks would wait. A missing gradient counts as zero.
+        self._ways: list[tuple[torch.device, list[Round], list[tuple[int, list[Share]]]]] = []
+        for device, rounds in rounds_of:
+            items = []
+            for item in [item for (bucket,) in rounds for item in bucket.items]:
+                groups = grouped([group_of[x[0]] for x in item.content], lambda group: group.dtype)
+                items.append((item.owner, [share_of(same) for same in groups.values()]))
+                self.shares += items[-1][1]
+            self._ways.append((device, rounds, items))
 
     def exchange(self, make: Make) -> None:
-        def cargo(item: CopyItem) -> list[_Wire]:
-            maker, dtype = make if item.owner == self._ranks.rank else None, self._ranks.comm_dtype
-            shares = self._shares_of[id(item)]
-            return [_Wire(share, dtype, self._terms, maker) for share in shares]
-
+        """Make the shares of this rank, and receive the others."""
         with stage("hand out"):
-            for device, rounds in self._rounds:
-                items = itertools.chain.from_iterable([bucket.items for (bucket,) in rounds])
-                arrived = self._ranks.broadcast(
-                    rounds, map(cargo, items), device, "gradients", ahead=True
-                )
-                for wire in arrived:
-                    wire.unpack()
+            for device, rounds, items in self._ways:
+                # A generator: products of a bucket run while earlier buckets are on their way.
+                packets = (self._packed(owner, shares, make) for owner, shares in items)
+                for share, tensors in self._ranks.broadcast(
+                    rounds, packets, device, "gradients", ahead=True
+                ):
+                    count = len(share.groups)
+                    share.directions = [x.to(share.like.dtype) for x in tensors[:count]]
+                    if self._terms:
+                        share.terms = torch.cat(tensors[count:])
 
-
-class Chunk(NamedTuple):
-    """Sharded layers whose gradients travel together."""
-
-    layers: list[Layer]
-    share: Share | None  # of the layers that this rank owns
-    whole: Rows_  # the whole parameters of these
+    def _packed(self, owner: int, shares: list[Share], make: Make) -> list[Packet]:
+        packets, wire = [], self._ranks.comm_dtype
+        for share in shares:
+            new: list[Tensor] = []
+            terms: list[Tensor] = []
+            if owner == self._ranks.rank:
+                make(share)
+                # The sender goes on with the rounded directions, too: with others, its weights
+                # would drift apart from the receivers' weights.
+                new += [x.to(wire or x.dtype) for x in share.directions]
+                terms += share.terms.split(share.sizes)
+            for group in () if new else share.groups:
+                dtype, device = group.dtype, group.device
+                new.append(torch.empty(group.shape, dtype=wire or dtype, device=device))
+                terms.append(torch.empty(group.count, self._terms, dtype=dtype, device=device))
+            packets.append(Packet(share, [*new, *terms] if self._terms else new))
+        return packets
 
 
 class Shards:
     """Each layer's owner gathers its gradient, and returns to every rank its shard of the new one.
 
-    ``rows`` has this rank's parts of the parameters, each a stack of its own.
+    ``rows`` has this rank's parts of the parameters, each a stack of its own. Where a length
+    ``measures`` momenta, owners receive sums over each block from all ranks.
     """
 
     def __init__(
-        self,
-        chunks_of_layers: Sequence[Sequence[Layer]],
-        registry: Registry,
-        ranks: Ranks,
-        terms: int,
-        rows: Rows_,
-        group_of: Mapping[Layer, Group],
-        share_of: ShareOf,
-        *,
-        measures: bool,
+        self, ranks: Ranks, registry: Registry, terms: int, rows: Places, *, measures: bool
     ) -> None:
-        self._registry, self._ranks, self._terms = registry, ranks, terms
+        self._ranks, self._registry, self._terms = ranks, registry, terms
         self._rows, self._measures = rows, measures
-        self._chunks: list[Chunk] = []
-        self.groups: list[Group] = []
-        self._sums: dict[Layer, Tensor] = {}  # this rank's part of each layer's, [blocks, 3]
+        # Layers that travel together, the share of those that this rank owns, and whole parameters.
+        self._chunks: list[tuple[list[Layer], Share | None, Places]] = []
+        self._layers: list[Layer] = []
+        # Numbers of each block: this rank's sums, for the owners; the clip's terms, for all ranks.
+        self._sums: dict[Layer, Tensor] = {}
         self._terms_of: dict[Layer, Tensor] = {}
-        for layers in chunks_of_layers:
-            groups = [*dict.fromkeys(group_of[x] for x in layers)]
-            self.groups += groups
-            own = [group for group in groups if group.applied]
-            whole: dict[Tensor, tuple[ParameterStack, int]] = {}
-            for group in own:  # room for the whole parameters
-                parts: list[Tensor] = [p for x in group.layers for p in x.parameters if p in rows]
-                for (shape, dtype), same in grouped(parts, lambda p: (p.shape, p.dtype)).items():
-                    like = torch.empty(shape, dtype=dtype, device=group.device)
-                    stack = ParameterStack(same, like, -1, mine=True)
-                    whole.update({p: (stack, row) for row, p in enumerate(same)})
-                group.place(group.layers, whole, {})
-            share = share_of(own) if own else None
-            self._chunks.append(Chunk([*layers], share, whole))
-        self._layers = [layer for group in self.groups for layer in group.layers]
+
+    def add(
+        self, layers: list[Layer], group_of: Mapping[Layer, Group], share_of: ShareOf
+    ) -> list[Group]:
+        """Add a chunk of layers; return its groups."""
+        groups = [*dict.fromkeys(group_of[x] for x in layers)]
+        owned = [group for group in groups if group.applied]
+        whole: dict[Tensor, tuple[ParameterStack, int]] = {}
+        for group in owned:  # room for the whole parameters
+            parts: list[Tensor] = [p for x in group.layers for p in x.parameters if p in self._rows]
+            for (shape, dtype), same in grouped(parts, lambda p: (p.shape, p.dtype)).items():
+                like = torch.empty(shape, dtype=dtype, device=group.device)
+                stack = ParameterStack(same, like, -1, mine=True)
+                whole |= {p: (stack, row) for row, p in enumerate(same)}
+            group.place(group.layers, whole, {})
+        self._chunks.append((layers, share_of(owned) if owned else None, whole))
+        self._layers += [layer for group in groups for layer in group.layers]
+        return groups
 
     def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
         """Sum this rank's parts over blocks."""
         for layer in self._layers if self._measures else ():
-            key, parts = stack_key(layer, "g"), self._registry.shards(layer)
+            key = stack_key(layer, "g")
             sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)
             blocks = torch.arange(layer.blocks, dtype=key.dtype, device=key.device)
-            for p, of_block in self._spread(layer, parts, blocks):
-                if p not in self._rows:
-                    continue
+            for p, of_block in self._spread(layer, blocks):
                 stack, _ = self._rows[p]
-                own = stack.buffer[0] if tensors else None
+                measured = stack.buffer[0] if tensors else None
                 former = None if stack.former is None else stack.former[0]
-                rows = (own, squares), (former, False), (local(p), True)
-                for row, (part, is_squared) in zip(sums, rows, strict=True):
+                terms = (measured, squares), (former, False), (local(p), True)
+                for row, (part, is_squared) in zip(sums, terms, strict=True):
                     if part is None or not part.numel():
                         continue
                     part = part.to(key.dtype)
@@ -427,97 +386,89 @@ class Shards:
             stack.former = None
 
     def exchange(self, make: Make) -> None:
+        """Bring momenta or gradients to owners, and new gradients back, chunk by chunk."""
         with stage("hand out"):
-            for chunk in self._chunks:
-                self._gather(chunk)
-                if chunk.share is not None:
-                    make(chunk.share)
-                    chunk.share.deliver(None)
-                self._scatter(chunk)
+            for layers, share, whole in self._chunks:
+                stacks = {stack for stack, _ in whole.values()}
+                for stack in stacks:
+                    stack.ahead, stack.buffer = stack.empty(), stack.empty()
+                self._travel(layers, share, whole, "ahead")
+                if share is not None:
+                    make(share)
+                    share.deliver(None)
+                    terms = share.terms.split(share.counts)
+                    self._terms_of.update(zip(share.layers, terms, strict=True))
+                self._travel(layers, share, whole, "buffer")
+                for stack in stacks:
+                    stack.buffer = stack.ahead = None
 
-    def _gather(self, chunk: Chunk) -> None:
-        """Bring what directions are made of to the layers' owners, with the lengths' sums."""
-        me, world = self._ranks.rank, range(self._ranks.world)
-        outgoing: list[list[Tensor]] = [[] for _ in world]
-        incoming: list[list[Tensor]] = [[] for _ in world]
+    def _travel(self, layers: list[Layer], share: Share | None, whole: Places, name: str) -> None:
+        # Bring this rank's parts "ahead" to the layers' owners, or fill its parts of "buffer". Sums
+        # over blocks go with the first, and the clip's terms with the second.
+        me, world, returns = self._ranks.rank, range(self._ranks.world), name == "buffer"
+        at_owners: list[list[Tensor]] = [[] for _ in world]  # this rank's tensors, by owner
+        at_ranks: list[list[Tensor]] = [[] for _ in world]  # the owner's tensors, by rank
         sums: dict[Layer, Tensor] = {}
-        for stack in {id(stack): stack for stack, _ in chunk.whole.values()}.values():
-            stack.ahead, stack.buffer = stack.empty(), stack.empty()
-        for layer in chunk.layers:
-            owner, parts = self._registry.owner(layer, "g"), self._registry.shards(layer)
-            both = zip(layer.parameters, parts, strict=True)
-            pairs = [(p, shards) for p, shards in both if p in self._rows]
-            senders = [r for r in world if any(x.sends(r, owner) for _, x in pairs)]
-            own = [self._rows[p][0].ahead[0] for p, shards in pairs if shards.sends(me, owner)]
-            outgoing[owner] += own
-            for p, shards in pairs if owner == me else ():
-                stack, row = chunk.whole[p]
-                for rank in [rank for rank in world if shards.sends(rank, me)]:
-                    incoming[rank].append(shards.part(stack.ahead[row], rank))
-            if self._measures and me in senders:
-                outgoing[owner].append(self._sums[layer])
-            if self._measures and owner == me:
-                sums[layer] = self._sums[layer].new_empty(len(senders), layer.blocks, SHARD_SUMS)
-                for rank, row in zip(senders, sums[layer], strict=True):
-                    incoming[rank].append(row)
-        self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
-        if sums and chunk.share is not None:
-            each = torch.cat([sums[x].sum(0) for x in chunk.share.layers])
-            chunk.share.measured, former, chunk.share.squares = each.unbind(1)
-            former_parts = zip(chunk.share.groups, former.split(chunk.share.sizes), strict=True)
-            for group, part in [x for x in former_parts if "square_sum" in x[0].tensors]:
-                group.tensors["square_sum"].add_(part)
+        # Both ends must list their tensors in one order: the bytes have no names.
+        for layer in layers:
+            owner, members = self._registry.owner(layer, "g"), set[int]()
+            for p, shards in self._parts(layer):
+                for rank in world if owner == me else (me,):
+                    if not (returns or shards.sends(rank, owner)):
+                        continue
+                    members.add(rank)
+                    if rank == me:
+                        at_owners[owner].append(getattr(self._rows[p][0], name)[0])
+                    if owner == me:
+                        stack, row = whole[p]
+                        at_ranks[rank].append(shards.part(getattr(stack, name)[row], rank))
+            if returns and self._terms:
+                if owner == me:
+                    for rank in world:
+                        at_ranks[rank].append(self._terms_of[layer])
+                shape, key = (layer.blocks, self._terms), stack_key(layer, "g")
+                self._terms_of[layer] = torch.empty(shape, dtype=key.dtype, device=key.device)
+                at_owners[owner].append(self._terms_of[layer])
+            elif self._measures and not returns:
+                if me in members:
+                    at_owners[owner].append(self._sums[layer])
+                if owner == me:
+                    shape = len(members), *self._sums[layer].shape
+                    sums[layer] = self._sums[layer].new_empty(shape)
+                    for rank, room in zip(sorted(members), sums[layer], strict=True):
+                        at_ranks[rank].append(room)
+        outgoing, incoming = (at_ranks, at_owners) if returns else (at_owners, at_ranks)
+        self._ranks.all_to_all(outgoing, incoming, device_of(layers[0]), "gradients")
+        if sums and share is not None:
+            each = torch.cat([sums[x].sum(0) for x in share.layers])
+            share.measured, former, share.squares = each.unbind(1)
+            for group, part in zip(share.groups, former.split(share.sizes), strict=True):
+                if "square_sum" in group.tensors:
+                    group.tensors["square_sum"].add_(part)
 
-    def _scatter(self, chunk: Chunk) -> None:
-        """Fill this rank's shards of the new gradients, and the layers' terms."""
-        me, world = self._ranks.rank, range(self._ranks.world)
-        outgoing: list[list[Tensor]] = [[] for _ in world]
-        incoming: list[list[Tensor]] = [[] for _ in world]
-        if chunk.share is not None:
-            terms = chunk.share.terms.split(chunk.share.counts)
-            self._terms_of.update(zip(chunk.share.layers, terms, strict=True))
-        for layer in chunk.layers:
-            owner = self._registry.owner(layer, "g")
-            parts = zip(layer.parameters, self._registry.shards(layer), strict=True)
-            for p, shards in [(p, shards) for p, shards in parts if p in self._rows]:
-                incoming[owner].append(self._rows[p][0].buffer[0])
-                for rank in world if owner == me else ():
-                    stack, row = chunk.whole[p]
-                    outgoing[rank].append(shards.part(stack.buffer[row], rank))
-            if not self._terms:
-                continue
-            if owner == me:
-                for rank in world:
-                    outgoing[rank].append(self._terms_of[layer])
-            key = stack_key(layer, "g")
-            room = torch.empty(layer.blocks, self._terms, dtype=key.dtype, device=key.device)
-            self._terms_of[layer] = room
-            incoming[owner].append(room)
-        self._ranks.all_to_all(outgoing, incoming, device_of(chunk.layers[0]), "gradients")
-        for stack, _ in chunk.whole.values():
-            stack.buffer = stack.ahead = None
-
-    def terms(self) -> list[Tensor]:
-        return [torch.cat([self._terms_of[x] for x in self._layers])] if self._terms else []
+    @property
+    def terms(self) -> Tensor:
+        """The clip's terms of all blocks, ``[blocks, 2]``."""
+        return torch.cat([self._terms_of[x] for x in self._layers])
 
     def deliver(self, scales: Tensor | None) -> None:
         """Multiply this rank's shards by ``scales`` of the blocks."""
-        if scales is not None and self._layers:
-            parts = scales.split([layer.blocks for layer in self._layers])
-            for layer, part in zip(self._layers, parts, strict=True):
-                own = part.to(stack_key(layer, "g").device)
-                for p, scale in self._spread(layer, self._registry.shards(layer), own):
-                    if p in self._rows:
-                        self._rows[p][0].buffer[0].mul_(scale)
+        parts = () if scales is None else scales.split([layer.blocks for layer in self._layers])
+        for layer, part in zip(self._layers, parts, strict=False):
+            for p, scale in self._spread(layer, part.to(device_of(layer))):
+                self._rows[p][0].buffer[0].mul_(scale)
 
-    def _spread(
-        self, layer: Layer, parts: list[ShardPlaces], values: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a layer's parameters, each with the blocks' values of this rank's part."""
+    def _parts(self, layer: Layer) -> list[tuple[Tensor, ShardPlaces]]:
+        pairs = zip(layer.parameters, self._registry.shards(layer), strict=True)
+        return [(p, shards) for p, shards in pairs if p in self._rows]
+
+    def _spread(self, layer: Layer, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        # Yield a layer's parameters, each with the blocks' values of this rank's part.
         if layer.blocks == 1:
-            yield from ((p, values) for p in layer.parameters)
+            yield from [(p, values) for p, _ in self._parts(layer)]
             return
         matrix = values[:, None, None].expand(-1, layer.size_of("g")[0], layer.size_of("a")[0])
-        whole = zip(layer.matrix_parts(matrix), layer.parameters, parts, strict=True)
-        for part, p, shards in whole:
-            yield p, shards.part(part.reshape(shards.shape), self._ranks.rank)
+        parts = zip(layer.parameters, layer.matrix_parts(matrix), strict=True)
+        whole_of: dict[Any, Tensor] = dict(parts)
+        for p, shards in self._parts(layer):
+            yield p, shards.part(whole_of[p].reshape(shards.shape), self._ranks.rank)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from . import agree, reports
 from .account import state_rounds, sum_buckets
@@ -19,7 +17,7 @@ from .capture import fisher
 from .capture.hooks import Capture
 from .comm import sharding
 from .comm.ranks import Bucket, Ranks
-from .compiled import Groups
+from .compiled import Groups, Packet
 from .curvature import refresh
 from .curvature.averages import FactorSums
 from .curvature.group import Side, by_device, device_of
@@ -31,180 +29,74 @@ from .model import Registry, unwrapped
 from .options import Options
 from .plan.facts import FactorFacts
 from .plan.schedule import HEAD, StepPlan, StepReport
-from .stages import PREFIX
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
+Factors = list[tuple[Layer, Side, Tensor]]
 
-class Comparison:
-    """Values, gradients and weights that all ranks must have alike; one process compares none."""
 
-    def __init__(self, ranks: Ranks, registry: Registry, verify_every: int | None) -> None:
-        self._ranks, self._registry, self._verify_every = ranks, registry, verify_every
-        # Checksums of weights, on their way to the host.
+class Status:
+    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none.
+
+    ``alone`` is the only rank, which compares nothing.
+    """
+
+    def __init__(self, ranks: Ranks, registry: Registry, options: Options, *, alone: bool) -> None:
+        self._ranks, self._registry, self.alone = ranks, registry, alone
+        self._max_failures, self._verify_every = options.max_failures, options.verify_every
+        self._idle = 0  # steps before any gradient; -1 once there was one
+        self.silent = 0  # gathering steps since a layer saw a backward pass
+        # The first error since the last exchange, and the action that it came from.
+        self._failure: tuple[Exception, str] | None = None
+        self.named: set[Layer] = set()  # layers that a message named as without statistics
+        # The next exchange compares checksums of weights, which may be on their way to the host,
+        # and the layers with a gradient, with the step from which they had one.
         self._noted: tuple[list[str], refresh.Note] | None = None
-        self._codes: dict[str, int] = {}  # checksums that the next exchange compares
-        # Since the last exchange: the layers with a gradient, and the step from which they had one.
-        self._graded: list[tuple[int, list[str]]] = []
-        self._proven = False  # weights and gradients were found alike on all ranks
+        self._codes: dict[str, int] = {}
+        self.graded: list[tuple[int, list[str]]] = []
+        self.proven = False  # weights and gradients were found alike on all ranks
 
-    def begin(self) -> None:
-        """Start anew after a load: the next step compares weights and gradients."""
-        self._proven = False
-        self._graded.clear()
+    def note_failure(self, error: Exception, doing: str) -> None:
+        """Keep an error for the next exchange, where all ranks raise it; a single rank raises."""
+        if self.alone:
+            raise error
+        # Raised here, the error would leave the other ranks waiting in their next collective.
+        self._failure = self._failure or (error, doing)
+        text = f"{doing} failed on rank {self._ranks.rank}: {error!r}. All ranks raise this error"
+        warnings.warn(f"{text} in K-FAC's next exchange", stacklevel=4)
 
     def note_gradients(self, number: int) -> None:
-        """Note the layers with a gradient in this step, which ranks compare in the next exchange.
-
-        Steps that gather nothing must not ask: without the notes, weights would part unseen.
-        """
+        """Note the layers with a gradient in this step; ranks compare them in the next exchange."""
+        # A quiet step must not ask other ranks. Without these notes, a gradient that one rank
+        # lacks in a quiet step would let the weights drift apart unseen.
         layers = self._registry.layers
-        graded = [*itertools.compress(layers, with_gradient(layers.values()))]
-        if not self._graded or self._graded[-1][1] != graded:
-            self._graded.append((number, graded))
-
-    def _whole_weights(self) -> dict[str, Tensor]:
-        covered = {p for layer in self._registry.active for p in layer.parameters}
-        named = unwrapped(self._registry.model).named_parameters()
-        return {n: p for n, p in named if p in covered and not sharding.is_sharded(p)}
+        flags = zip(layers, with_gradient(layers.values()), strict=True)
+        graded = [name for name, flag in flags if flag]
+        if not self.graded or self.graded[-1][1] != graded:
+            self.graded.append((number, graded))
 
     def note_weights(self, steps: int) -> None:
         """Note checksums of the weights every ``verify_every`` steps; the host does not wait."""
-        due = self._verify_every and steps % self._verify_every == 0
-        whole = self._whole_weights() if due else {}
-        if whole:
-            names = [f"parameter {name!r} in step {steps}" for name in whole]
-            self._noted = names, refresh.noted(agree.checksums(whole.values()))
+        if not self._verify_every or steps % self._verify_every:
+            return
+        weights = {f"{name} in step {steps}": p for name, p in self._weights().items()}
+        if weights:
+            self._noted = [*weights], refresh.noted(agree.checksums(weights.values()))
+
+    def _weights(self) -> dict[str, Tensor]:
+        covered = {p for layer in self._registry.active for p in layer.parameters}
+        named = [x for x in unwrapped(self._registry.model).named_parameters() if x[1] in covered]
+        # Each rank has other numbers of a sharded weight.
+        return {f"parameter {name!r}": p for name, p in named if not sharding.is_sharded(p)}
 
     def checksum(self, common: dict[str, Any]) -> int:
         """Return a checksum of the values that must be alike, and of all notes."""
         if self._noted is not None:
-            names, note = self._noted
+            names, note = self._noted  # on their way since an earlier step: reading hardly waits
             self._codes = dict(zip(names, refresh.read(note), strict=True))
             self._noted = None
-        return agree.checksum([common, self._codes, self._graded])
-
-    def check(self, total: StepReport, common: dict[str, Any]) -> None:
-        """Raise if values differ among the ranks, or if a gradient is missing on some."""
-        codes, self._codes = self._codes, {}
-        graded, self._graded = self._graded, []
-        if not agree.are_equal(self._ranks.world, total.checksum, total.squares):
-            self._raise_missing(graded, common["steps"])
-            agree.raise_unlike(
-                self._ranks, codes, "average gradients over all ranks before every step()"
-            )
-            agree.raise_difference(self._ranks, common, "hyperparameters")
-        if not self._proven:
-            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
-            whole = self._whole_weights()
-            agree.compare_tensors(
-                self._ranks,
-                {f"parameter {name!r}": p for name, p in whole.items()},
-                "give all ranks the same weights, by DistributedDataParallel or by one seed",
-            )
-            gradients = {n: p.grad for n, p in whole.items() if p.grad is not None}
-            agree.compare_tensors(
-                self._ranks,
-                {f"the gradient of {name!r}": x for name, x in gradients.items()},
-                "average gradients over all ranks before step(), or use DistributedDataParallel",
-            )
-            self._proven = True
-
-    def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
-        """Raise an error that names the first layer whose gradient was missing on some ranks."""
-        of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
-        steps = {step for notes in of_ranks for step, _ in notes}
-        first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
-        for step in sorted(step for step in steps if step >= first):
-            present = [[names for since, names in x if since <= step][-1] for x in of_ranks]
-            for name in self._registry.layers:
-                without = [rank for rank, names in enumerate(present) if name not in names]
-                if not 0 < len(without) < self._ranks.world:
-                    continue
-                drift = "would drift apart"
-                if step < number:
-                    drift = f"may have drifted apart since step {step}: load an older checkpoint"
-                raise RuntimeError(
-                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
-                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
-                    "a missing one as zero, or use DistributedDataParallel with "
-                    "find_unused_parameters=True"
-                )
-
-    # ---- after a load ----
-
-    def compare_loaded(
-        self, lacks_half_products: bool, momenta: Collection[Tensor]
-    ) -> tuple[list[Layer], list[Layer], list[Layer], bool]:
-        """Agree on loaded states; note missed slots and failures.
-
-        ``momenta`` are the parameters that have one on this rank. Return the layers whose averages
-        some rank lacks; of these, layers whose momenta only some ranks have; layers whose
-        statistics, since the load, only some ranks gathered; and whether some rank lacks products
-        in bfloat16.
-        """
-        registry, world = self._registry, self._ranks.world
-        layers, states = list(registry.layers.values()), list(registry.states.values())
-        missed = [float(state.missed) for state in states]
-        columns: Any = [
-            [state.has_average for state in states],
-            [state.has_state for state in states],
-            missed,
-            [n**2 for n in missed],
-            [state.failures for state in states],
-            [any(p in momenta for p in layer.parameters) for layer in layers],
-            [lacks_half_products] * len(layers),
-        ]
-        numbers = torch.tensor(columns, dtype=torch.float64, device="cpu").flatten()
-        totals = self._ranks.sum_numbers(numbers, "agreeing on a loaded state")
-        *columns, lacking = totals.view(len(columns), -1).tolist()
-        absent, uneven, in_part = list[Layer](), list[Layer](), list[Layer]()
-        for layer, state, averages, with_state, total, squares, failures, kept in zip(
-            layers, states, *columns, strict=True
-        ):
-            if not agree.are_equal(world, total, squares):
-                state.missed = 1
-                in_part.append(layer)
-            is_uneven = 0 < kept < world and with_state < world
-            if is_uneven:  # gradient workers would begin with other momenta
-                uneven.append(layer)
-            if averages < world or is_uneven:
-                absent.append(layer)
-                if averages:  # ranks with an average did not gather, but K has their terms
-                    in_part.append(layer)
-            elif with_state < world:
-                state.has_state = False
-            if failures:
-                state.failures = round(failures / world)
-        return absent, uneven, in_part, any(lacking)
-
-
-class Status:
-    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
-
-    def __init__(self, ranks: Ranks, registry: Registry, options: Options, *, alone: bool) -> None:
-        self._ranks, self._registry = ranks, registry
-        self._max_failures = options.max_failures
-        self.comparison = None if alone else Comparison(ranks, registry, options.verify_every)
-        self._idle = 0  # steps before any gradient; -1 once there was one
-        self.silent = 0  # gathering steps since a layer saw a backward pass
-        # The first error since the last exchange, and what it came from.
-        self._failure: tuple[Exception, str] | None = None
-        self.named: set[Layer] = set()  # layers that a message named as without statistics
-
-    # ---- before the step ----
-
-    def note_failure(self, error: Exception, doing: str) -> None:
-        """Keep an error for the next exchange, where all ranks raise it.
-
-        If this rank raised the error alone, the other ranks would wait.
-        """
-        if self.comparison is None:
-            raise error
-        self._failure = self._failure or (error, doing)
-        text = f"{doing} failed on rank {self._ranks.rank}: {error!r}. All ranks raise this error"
-        warnings.warn(f"{text} in K-FAC's next exchange", stacklevel=4)
+        return agree.checksum([common, self._codes, self.graded])
 
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
@@ -213,28 +105,29 @@ class Status:
 
         With ``loads`` this rank has loaded a state, and all ranks raise unless all have.
         """
-        if loads or self._failure is not None:
-            report = report._replace(failed=True)
-        parts: Any = report[HEAD:]
-        numbers = [*report[:HEAD], *itertools.chain.from_iterable(parts)]
-        label = record_function if torch._C._autograd._profiler_enabled() else nullcontext
-        with label(PREFIX + "agree"):
-            totals = numbers
-            if self.comparison is not None:
-                sums = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                totals = self._ranks.sum_numbers(sums, f"agreeing on step {number}").tolist()
-        rest = iter(totals[HEAD:])
-        lists = [[*itertools.islice(rest, len(part))] for part in parts]
-        total = StepReport(*totals[:HEAD], *lists)
+        failure = self._failure
+        if capture.errors.error is not None:
+            failure = capture.errors.error, "capturing"
+        if loads:
+            why = "only some ranks have loaded a state: call load_state_dict() on all of them"
+            failure = RuntimeError(why), "loading"
+        report = report._replace(failed=failure is not None)
+        # All ranks must send equally long lists: a list's length may follow from the layers, from
+        # deferred answers and from sections alone, and never from this rank's passes.
+        lists: Any = report[HEAD:]
+        numbers = [*report[:HEAD], *itertools.chain(*lists)]
+        if not self.alone:
+            sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            numbers = self._ranks.sum_numbers(sent, f"agreeing on step {number}").tolist()
+        totals, start = [], HEAD
+        for values in lists:
+            totals.append(numbers[start : start + len(values)])
+            start += len(values)
+        total = StepReport(*numbers[:HEAD], *totals)
         if total.failed and not (loads and total.failed == self._ranks.world):
-            error: Exception | None
-            if loads:
-                why = "only some ranks have loaded a state: call load_state_dict() on all of them"
-                error, doing = RuntimeError(why), "loading"
-            else:  # the next step starts without the error
-                error, doing, capture.errors.error = capture.errors.error, "capturing", None
-                if error is None and self._failure is not None:
-                    (error, doing), self._failure = self._failure, None
+            if not loads:  # the next step starts without the error
+                capture.errors.error = self._failure = None
+            error, doing = failure or (None, "capturing")
             agree.raise_together(self._ranks, error, doing)
         return total
 
@@ -242,9 +135,26 @@ class Status:
         self, total: StepReport, common: dict[str, Any], capture: Capture, sums: FactorSums
     ) -> None:
         """Raise if ranks or passes do not fit together; ``common`` must be alike on all ranks."""
-        if self.comparison is not None:
-            self.comparison.check(total, common)
-        if total.drawn and total.trained:
+        ranks, codes, graded = self._ranks, self._codes, self.graded
+        self._codes, self.graded = {}, []
+        if not self.alone and not agree.are_equal(ranks.world, total.checksum, total.squares):
+            # Different notes lead to different weights: a missing gradient, the cause, comes first.
+            self._raise_missing(graded, common["steps"])
+            agree.raise_unlike(ranks, codes, "average gradients over all ranks before every step()")
+            agree.raise_difference(ranks, common, "hyperparameters")
+        if not self.alone and not self.proven:
+            # Compare weights and gradients in the first step: perhaps no wrapper aligned them.
+            weights = self._weights()
+            must = "give all ranks the same weights, by DistributedDataParallel or by one seed"
+            agree.compare_tensors(ranks, weights, must)
+            gradients: dict[str, Tensor] = {}
+            for title, p in weights.items():
+                if p.grad is not None:
+                    gradients[title.replace("parameter", "the gradient of", 1)] = p.grad
+            must = "average gradients over all ranks before step(), or use DistributedDataParallel"
+            agree.compare_tensors(ranks, gradients, must)
+            self.proven = True
+        if total.drawn and total.trained:  # G would mix two scales
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             fisher.raise_half(self._ranks, draws, trained)
@@ -260,32 +170,53 @@ class Status:
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
 
-    def note_answers(self, flags: Iterable[float]) -> list[Layer]:
+    def _raise_missing(self, graded: list[tuple[int, list[str]]], number: int) -> None:
+        of_ranks = self._ranks.gather_objects(graded, "looking for missing gradients")
+        steps = {step for notes in of_ranks for step, _ in notes}
+        first = max(notes[0][0] for notes in of_ranks)  # ranks may have taken other steps
+        for step in sorted(step for step in steps if step >= first):
+            for name in self._registry.layers:
+                without = []
+                for rank, notes in enumerate(of_ranks):
+                    # A note holds until the next one.
+                    present = [names for since, names in notes if since <= step][-1]
+                    without += [rank] if name not in present else []
+                if not 0 < len(without) < self._ranks.world:
+                    continue
+                drift = "would drift apart"
+                if step < number:
+                    drift = f"may have drifted apart since step {step}: load an older checkpoint"
+                raise RuntimeError(
+                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
+                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
+                    "a missing one as zero, or use DistributedDataParallel with "
+                    "find_unused_parameters=True"
+                )
+
+    def note_answers(self, flags: Sequence[float]) -> list[Layer]:
         """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
 
-        ``flags`` are those of A and of G, of the layers that are asked. Return the layers of which
-        something was told.
+        ``flags`` are of A and of G in turn, for each layer whose answer was deferred. Return the
+        layers with a flag.
         """
-        answers, states, most = iter(flags), self._registry.states, self._max_failures
-        told: dict[Layer, int] = {}
-        for layer in self._registry.layers.values():
-            state = states[layer.name]
-            if not state.deferred:
-                continue
-            state.deferred, flag = False, int(next(answers)) | int(next(answers))
+        states, told = self._registry.states, dict[Layer, int]()
+        deferred = [x for x in self._registry.layers.values() if states[x.name].deferred]
+        for layer, of_a, of_g in zip(deferred, flags[::2], flags[1::2], strict=True):
+            state, flag = states[layer.name], int(of_a) | int(of_g)
+            state.deferred = False
             if flag:
                 told[layer] = flag
             elif state.refreshes:  # since the load, if there was one
                 state.failures = 0
+        # The flags are sums over the ranks: a flag that two ranks sent would read as another one.
         rejected = [layer.name for layer, flag in told.items() if flag & REJECTED]
-        for name in rejected:
-            states[name].rejected += 1
         if rejected:
             names = ", ".join(map(repr, rejected))
             text = f"statistics that were not finite have been left out for {names}"
             agree.warn(self._ranks, text)
         for layer, flag in told.items():
             state = states[layer.name]
+            state.rejected += bool(flag & REJECTED)
             if flag & EMPTY:  # it begins as in the first step
                 state.reset()
             if not flag & FAILED:
@@ -295,6 +226,7 @@ class Status:
             state.refreshes -= state.refreshes > 0
             state.refreshed = state.before
             text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
+            most = self._max_failures
             if most is not None and state.failures > most:
                 raise RuntimeError(
                     f"{text} (max_failures={most}): its statistics are not finite or too "
@@ -309,27 +241,29 @@ class Status:
         return list(told)
 
     def note_rows(self, total: StepReport, capture: Capture) -> list[str]:
-        """Note the layers that have averages from now on; return those with rows on some rank.
-
-        Let layers without a pass in their slot gather late: else they might never gather.
-        """
+        """Note the layers that have averages from now on; return those with rows on some rank."""
         registry, states = self._registry, self._registry.states
         names, is_new = [], False
         for (name, layer), at in zip(registry.layers.items(), registry.sections, strict=True):
             plain, crossed = any(total.rows[at]), any(total.crossed[at])
-            if plain or crossed:
-                names.append(name)
-                state, layer.turned = states[name], not plain
-                state.has_average = True
-                state.missed = state.missed_with_gradient = 0
+            if not (plain or crossed):
+                continue
+            names.append(name)
+            state, layer.turned = states[name], not plain
+            # All ranks have the average from now on, also a rank that saw no row of the layer:
+            # ranks that disagreed here would take part in different collectives.
+            state.has_average = True
+            state.missed = state.missed_with_gradient = 0
             if plain and crossed and not layer.tied:  # it has sums of both directions from now on
                 layer.tied = is_new = True
         if is_new:
             registry.find_facts()
+        # Count by total, never by this rank's capture: ranks must wait for the same layers.
         begun = total.captured and any([state.has_average for state in states.values()])
         for state, graded in zip(states.values(), total.gradients, strict=True):
             if graded and not state.has_average and (begun or total.unread):
                 state.unseen += 1
+        # Layers without a pass in their slot gather late: else they might never gather.
         seen = set(names)
         for layer in capture.wanted:
             state, has_gradient = states[layer.name], total.gradients[layer.number] > 0
@@ -351,18 +285,8 @@ class Status:
 
 def with_gradient(layers: Iterable[Layer]) -> list[bool]:
     """Return which layers have a gradient: of the weight, of the bias, or of both."""
-    return [
-        bool(own := layer.parameters) and (own[0].grad is not None or own[-1].grad is not None)
-        for layer in layers
-    ]
-
-
-class _PackedState(NamedTuple):
-    """One factor's state as it travels."""
-
-    side: Side
-    slots: slice
-    tensors: list[Tensor]
+    parts = [layer.parameters for layer in layers]
+    return [bool(x) and (x[0].grad is not None or x[-1].grad is not None) for x in parts]
 
 
 class Exchange:
@@ -372,53 +296,49 @@ class Exchange:
         self._ranks, self._groups, self._registry = ranks, groups, registry
         self._rule, self.refresher = rule, Refresher(rule)
 
-    def sums(
-        self, sums: FactorSums, layers: Sequence[Layer], plan: StepPlan
-    ) -> Iterator[list[tuple[Layer, Side, Tensor]]]:
+    def sums(self, sums: FactorSums, layers: Sequence[Layer], plan: StepPlan) -> Iterator[Factors]:
         """Yield new values of the factors that this rank owns, as they arrive, by their place."""
-        ranks, total, group_of = self._ranks, plan.total, self._groups.of
+        total, reduce = plan.total, functools.partial(self._ranks.reduce_on_device, kind="factors")
         places = [(x, plan.sections[x.number]) for x in layers if x.tied]
         tied = [x for x, at in places if any(total.rows[at]) and any(total.crossed[at])]
-        leveled = layers if sums.travel else tied
-        if sums.units and leveled:
-            largest = functools.partial(ranks.reduce_on_device, kind="factors", op="MAX")
-            sums.level(leveled, largest)
+        if sums.units and (sums.travel or tied):
+            sums.level(layers if sums.travel else tied, functools.partial(reduce, op="MAX"))
         if tied:
-            sums.mix(tied, plan, functools.partial(ranks.reduce_on_device, kind="factors"))
-        arrivals: Iterable[Iterable[tuple[Layer, str, Tensor]]]
+            sums.mix(tied, plan, reduce)
+        arrivals: Iterable[list[tuple[Layer, str, Tensor]]]
         if sums.travel:
-            arrivals = self._reduced(sums, layers, plan)
+            arrivals = self._reduced(self._loads(sums, layers, plan))
         else:
             chosen = [(x, side, x.turned) for x in layers for side in "ag"]
             values = zip(chosen, sums.take(chosen, plan), strict=True)
             arrivals = [[(x, side, value) for (x, side, _), value in values]]
         for arrived in arrivals:
-            factors: dict[Any, list[tuple[Layer, Side, Tensor]]] = {}
+            factors: dict[Any, Factors] = {}
             for layer, name, value in arrived:
-                group = group_of[layer]
-                place = factors.setdefault((value.device, value.dtype), [])
-                place.append((layer, group.a if name == "a" else group.g, value))
+                side = getattr(self._groups.of[layer], name)
+                factors.setdefault((value.device, value.dtype), []).append((layer, side, value))
             yield from factors.values()
 
-    def _reduced(
+    def _loads(
         self, sums: FactorSums, layers: Sequence[Layer], plan: StepPlan
-    ) -> Iterator[list[tuple[Layer, str, Tensor]]]:
-        """Reduce sums to the factors' owners; yield those of this rank, some buckets at a time."""
+    ) -> Iterator[tuple[Bucket, list[Tensor]]]:
         ranks, layer_of = self._ranks, self._registry.layers
         facts = [self._registry.facts[layer] for layer in layers]
         wire = None if ranks.comm_dtype is None else ranks.comm_dtype.itemsize
-        buckets = sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes)
-
-        def terms(bucket: Bucket) -> list[Tensor]:
+        for bucket in sum_buckets(facts, wire, ranks.world, ranks.bucket_bytes):
             pairs = [(layer_of[factor.layer.name], factor.side) for factor in bucket.items]
             chosen = [(layer, side, layer.turned) for layer, side in pairs]
-            return [term.flatten() for term in sums.take(chosen, plan)]
+            # No name may hold the terms: the generator would keep them until it is asked for the
+            # next bucket's, and the memory of a step would grow by a bucket.
+            yield bucket, [term.flatten() for term in sums.take(chosen, plan)]
 
-        loads = ((bucket, terms(bucket)) for bucket in buckets)
-        for arrived in ranks.reduce_to_owners(loads, "factors"):
+    def _reduced(
+        self, loads: Iterable[tuple[Bucket, list[Tensor]]]
+    ) -> Iterator[list[tuple[Layer, str, Tensor]]]:
+        for arrived in self._ranks.reduce_to_owners(loads, "factors"):
             values = []
             for factor, total in arrived:
-                layer = layer_of[factor.layer.name]
+                layer = self._registry.layers[factor.layer.name]
                 total = total.unflatten(0, (layer.blocks, -1))
                 value = total if factor.diagonal else unpack(total, factor.n)
                 values.append((layer, factor.side, value))
@@ -426,20 +346,22 @@ class Exchange:
 
     def share_state(self, layers: Sequence[Layer]) -> None:
         """Bring the owners' new state of these layers to all gradient workers."""
-        ranks, rule, layer_of = self._ranks, self._rule, self._registry.layers
-        facts = self._registry.facts
-        for same in by_device(layers) if ranks.grid.workers > 1 else ():
+        ranks, facts = self._ranks, self._registry.facts
+        for same in by_device(layers):
             renewed = [factor for layer in same for factor in facts[layer].factors]
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
             buckets = [x for x in itertools.chain(*rounds) if ranks.rank in x.sizes]
+            # A generator, and no list: a packed triangle lives only until it has arrived.
+            packets = (self._packed(item.content) for bucket in buckets for item in bucket.items)
+            arrived = ranks.broadcast(rounds, packets, device_of(same[0]), "second_order")
+            for (side, slots), tensors in arrived:
+                self._rule.incoming(side, slots, tensors)
 
-            # Generators, so that a packed triangle lives only until it has arrived.
-            def packed(factor: FactorFacts) -> _PackedState:
-                layer = layer_of[factor.layer.name]
-                group = self._groups.of[layer]
-                side, slots = group.a if factor.side == "a" else group.g, group.slots[layer]
-                return _PackedState(side, slots, rule.outgoing(side, slots))
-
-            cargo = ([*map(packed, x.content)] for bucket in buckets for x in bucket.items)
-            for state in ranks.broadcast(rounds, cargo, device_of(same[0]), "second_order"):
-                rule.incoming(*state)
+    def _packed(self, factors: list[FactorFacts]) -> list[Packet]:
+        packets = []
+        for factor in factors:
+            layer = self._registry.layers[factor.layer.name]
+            group = self._groups.of[layer]
+            side, slots = getattr(group, factor.side), group.slots[layer]
+            packets.append(Packet((side, slots), self._rule.outgoing(side, slots)))
+        return packets

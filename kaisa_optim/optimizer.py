@@ -81,7 +81,7 @@ class KFACMixin(Optimizer):
             step_of_base.length(),
             known,
             self._kfac_process_group,
-            {"base optimizer": self._base.__name__} if compare else None,
+            self._base.__name__ if compare else None,
         )
         self.base_part = step_of_base(self)
         directs = self.preconditioner.rule.makes_directions
@@ -283,7 +283,7 @@ class KFACMixin(Optimizer):
         """
         kfac = self.preconditioner
         whole = self._consolidated is not None and self._consolidated[0] == kfac.ranks.rank
-        if kfac.status.comparison is not None and not whole:
+        if not kfac.status.alone and not whole:
             raise RuntimeError(
                 "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
                 "all ranks first, and base_state_dict() on that rank"
@@ -390,7 +390,7 @@ def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
     status = optimizer.preconditioner.status
-    if status.comparison is not None:  # each rank's share is saved, or sent, alone
+    if not status.alone:  # each rank's share is saved, or sent, alone
         state_dict["state"] = checkpoint.compact(state_dict["state"])
     for index, p in enumerate(parameters):
         if entry := gathered.get(p):

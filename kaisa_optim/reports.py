@@ -6,7 +6,7 @@ import logging
 import operator
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,7 +21,7 @@ from .comm.ranks import Ranks
 from .compiled import Groups
 from .curvature.averages import FactorSums
 from .curvature.rules import Rule
-from .errors import invalid_because, is_real
+from .errors import invalid_because
 from .layers import SCALES, Layer
 from .model import BY_OPTION, CoverageReport, Left, Registry, task_of, unwrapped
 from .options import OPTIONS, Hyperparameters, Options
@@ -35,7 +35,7 @@ logger = logging.getLogger("kaisa_optim")
 
 
 class Assigned(dict[str, Placement]):
-    """The owners of each layer's factors; its ``repr`` is a table."""
+    """The owners of each layer's factors; its ``repr`` is a list of layers."""
 
     def __init__(self, registry: Registry, grid: Grid) -> None:
         self.strategy, self.grid = registry.strategy, grid
@@ -43,37 +43,27 @@ class Assigned(dict[str, Placement]):
         super().__init__({task.name: registry.placements[task.name] for task in self.tasks})
 
     def __repr__(self) -> str:
-        rows = [("layer", "A", "on rank", "G", "on rank", "gradient workers")]
+        world, count = self.grid.world, self.grid.workers
+        lines = [f"{self.strategy!r} over {world} rank{'s' * (world > 1)}: "]
+        lines[0] += f"{count} gradient worker{'s' * (count > 1)} a layer"
         for task in self.tasks:
-            parts = f"{task.blocks} x " if task.blocks > 1 else ""
-            a = f"{parts}{task.a}{' diagonal' * task.diagonal_a}"
-            g = f"{parts}{task.g}{' diagonal' * task.diagonal_g}"
-            at = self[task.name]
-            ranks = self.grid.workers_of(at.g)
-            workers = [str(rank) for rank in ranks]
-            if len(workers) > 2 and ranks.step == 1:
-                workers = [f"{ranks[0]}-{ranks[-1]}"]
-            elif len(workers) > 6:
-                workers[3:-1] = ["..."]
-            rows.append((task.name, a, str(at.a), g, str(at.g), ", ".join(workers)))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        count = f"{self.grid.workers} gradient worker{'s' * (self.grid.workers > 1)} a layer"
-        ranks_in_all = f"{self.grid.world} rank{'s' * (self.grid.world > 1)}"
-        return "\n".join([f"{self.strategy!r} over {ranks_in_all}: {count}", *lines])
+            place, parts = self[task.name], f"{task.blocks} x " if task.blocks > 1 else ""
+            workers = [str(rank) for rank in self.grid.workers_of(place.g)]
+            if len(workers) > 4:  # of thousands of ranks
+                workers[2:-1] = ["..."]
+            a = f"A {parts}{task.a}{' diagonal' * task.diagonal_a} on rank {place.a}"
+            g = f"G {parts}{task.g}{' diagonal' * task.diagonal_g} on rank {place.g}"
+            lines.append(f"  {task.name}: {a}, {g}, gradient workers {', '.join(workers)}")
+        return "\n".join(lines)
 
 
 def _setting(name: str) -> Any:
     """Return the property of one hyperparameter of the whole optimizer."""
-
-    def write(self: Answers, value: Any) -> None:
-        setattr(self.hyperparameters, name, value)
-
-    read = operator.attrgetter(f"hyperparameters.{name}")
-    return property(read, write, doc=OPTIONS[name].help)
+    return property(
+        operator.attrgetter(f"hyperparameters.{name}"),
+        lambda self, value: setattr(self.hyperparameters, name, value),
+        doc=OPTIONS[name].help,
+    )
 
 
 class Answers:
@@ -114,7 +104,26 @@ class Answers:
 
         Before the first step, the report goes by shapes; afterwards, by the calls that were seen.
         """
-        return coverage(self.registry)
+        registry = self.registry
+        named = unwrapped(registry.model).named_parameters()
+        names: dict[Tensor, str] = {p: name for name, p in named}
+        trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
+        sizes = {names[p]: size for p, size in trained.items() if p in names}
+        reasons, left = registry.uncovered | registry.unseen, dict[str, Left]()
+        skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
+        # The largest first: warnings name the first ones alone.
+        for name in sorted(reasons, key=lambda name: -sizes.get(name, 0)):
+            if reasons[name] in BY_OPTION:
+                skipped[name] = reasons[name]
+            else:
+                left[name] = Left(sizes.get(name, 0), reasons[name])
+        covered: set[Any] = {p for layer in registry.layers.values() for p in layer.trainable}
+        for name, layer in registry.layers.items():
+            if registry.states[name].unseen and not registry.states[name].has_average:
+                covered.difference_update(layer.trainable)  # no call of the layer was found
+        number = sum([size for p, size in trained.items() if p in covered])
+        elsewhere = {name: x.elsewhere for name, x in registry.states.items() if x.elsewhere}
+        return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -123,7 +132,7 @@ class Answers:
 
     @property
     def assignment(self) -> Assigned:
-        """The owners of each layer's factors: a mapping from layer names, printed as a table."""
+        """The owners of each layer's factors: a mapping from layer names, printed line by line."""
         return Assigned(self.registry, self.ranks.grid)
 
     @property
@@ -147,27 +156,26 @@ class Answers:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
         if not registry.states[name].has_average:
             raise KeyError(f"layer {name!r} has no statistics yet")
-        group = self.groups.of[layer]
-        a, g = (group.g, group.a) if layer.turned else (group.a, group.g)
-        placement = registry.placements[name]
-        owners = [*reversed(placement)] if layer.turned else [*placement]
-        away = [
-            f"{label} is on rank {owner}"
-            for label, side, owner in zip("AG", (a, g), owners, strict=True)
-            if layer not in side.owned
-        ]
-        if away:
+        group, values, absent = self.groups.of[layer], list[Tensor](), []
+        for label in ("A", "G"):
+            side = group.a if (label == "A") != layer.turned else group.g
+            if layer in side.owned:
+                values.append(side.averages["average"][side.owned[layer]])
+            else:
+                owner = registry.owner(layer, side.name)
+                absent.append(f"{label} is on rank {owner}")
+        if absent:
             raise KeyError(
-                f"this rank lacks factors of layer {name!r}: {' and '.join(away)}; ask on that "
+                f"this rank lacks factors of layer {name!r}: {' and '.join(absent)}; ask on that "
                 "rank. colocate_factors=True puts A and G on one"
             )
-        return a.averages["average"][a.owned[layer]], g.averages["average"][g.owned[layer]]
+        a, g = values
+        return a, g
 
     def memory_usage(self) -> dict[str, int]:
         """Return the bytes of K-FAC state on this rank, by kind; no collective is called.
 
-        Sums of the running step are apart, as "pending". Momenta are in the base's entries, and do
-        not count.
+        Sums of the running step are "pending", apart from the total; momenta are the base's.
         """
         usage = Counter[str]()
         kinds = {spec.name: spec.kind for spec in self.groups.sizes.specs}
@@ -179,12 +187,11 @@ class Answers:
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
 
-        The mean is over whole intervals as they are now set, with every layer in use. "factors" go
-        to their owners, "second_order" state to the gradient workers, and "gradients" to receivers;
-        "status" is the numbers that ranks exchange. The bytes follow from shapes: no collective is
-        called, and on one process nothing arrives. The mean leaves out early refreshes, each
-        about as much as the first step, and the all-reduce of gradients, such as
-        DistributedDataParallel's.
+        "factors" go to their owners, "second_order" state to the gradient workers, "gradients" to
+        receivers, and "status" is the numbers that ranks exchange. The mean is over whole intervals
+        as they are now set, with every layer in use, and without early refreshes, each about as
+        much as the first step. It follows from shapes: no collective is called. DDP's all-reduce of
+        gradients does not count.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
         return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
@@ -194,15 +201,14 @@ class Answers:
 
         Steps, the share of covered parameters, layers without statistics, refreshes done and
         failed, rejected statistics, the largest share of a gradient from elsewhere, bytes kept and
-        received in a step, and the age of layers' state in steps. The host does not wait, unless
-        ``wait`` asks for the device's numbers, too.
-
-        These are the last step's "clip", and of the factors that this rank owns "residual" (of
-        roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the
-        damping, under "eigen"), each with "_mean" and "_max".
+        received in a step, and the age of layers' state in steps. With ``wait``, the host waits for
+        the device's numbers, too: the last step's "clip", and of the factors that this rank owns
+        "residual" (of roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of
+        factors with the damping, under "eigen"), each with "_mean" and "_max".
         """
         registry, groups, rule = self.registry, self.groups, self.rule
         states = [registry.states[layer.name] for layer in registry.active]
+        # Without ``wait``, plain numbers alone: a tensor that is read here stops the host.
         numbers: dict[str, float] = {
             "steps": self.steps,
             "covered_share": self.coverage().share,
@@ -214,21 +220,23 @@ class Answers:
             "bytes": self.memory_usage()["total"],
             "bytes_received": self.communication_volume()["total"],
         }
-        ages = [self.steps - 1 - x.refreshed for x in states if x.has_state and x.refreshes]
-        numbers |= _extremes("age", ages)
+        refreshed = [x.refreshed for x in states if x.has_state and x.refreshes]
+        ages: list[float] = [self.steps - 1 - step for step in refreshed]
         if wait and groups.plan.nu is not None:
             numbers["clip"] = groups.plan.nu.item()
-        if wait and rule.quality:
-            name, measured = groups.sizes.of_factor[0].name, list[float]()
-            for group in groups.all:
-                for side in group.sides:
-                    for layer, slots in side.owned.items():
-                        if not registry.states[layer.name].has_state:
-                            continue
-                        average, damping = side.averages["average"][slots], self.damping_of(layer)
-                        state = side.state[name][group.slots[layer]]
-                        measured += rule.measure(side.key, average, state, damping).tolist()
-            numbers |= _extremes(rule.quality, measured)
+        measured: list[float] = []
+        sides = [(group, side) for group in groups.all for side in group.sides]
+        for layer in registry.with_state if wait and rule.quality else ():
+            for group, side in sides:
+                if layer in side.owned:
+                    average = side.averages["average"][side.owned[layer]]
+                    state = side.state[groups.sizes.of_factor[0].name][group.slots[layer]]
+                    quality = rule.measure(side.key, average, state, self.damping_of(layer))
+                    measured += quality.tolist()
+        for name, values in (("age", ages), (rule.quality, measured)):
+            if values:
+                numbers[f"{name}_mean"] = sum(values) / len(values)
+                numbers[f"{name}_max"] = max(values)
         return numbers
 
     def sample_fisher(self, outputs: Tensor, kind: str, *, dim: int | None = None) -> None:
@@ -254,13 +262,6 @@ class Answers:
             fisher.draw(outputs, kind, dim, seed, capture, self.sums)
 
 
-def _extremes(name: str, values: Sequence[float]) -> dict[str, float]:
-    return {f"{name}_mean": sum(values) / len(values), f"{name}_max": max(values)} if values else {}
-
-
-# ---- texts ----
-
-
 def nothing_covered(registry: Registry) -> ValueError:
     """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
@@ -268,28 +269,41 @@ def nothing_covered(registry: Registry) -> ValueError:
     if skipped:
         patterns = ", ".join(map(repr, dict.fromkeys(skipped.values())))
         reasons.append(f"skip_layers {patterns} leaves out {len(skipped)} parameters")
-    detail = "; ".join(reasons)
-    detail = f" ({detail})" if detail else ""
     use = "use the base optimizer, skip less" if skipped else "use the base optimizer"
+    detail = f" ({'; '.join(reasons)})" if reasons else ""
     must = f"{use}, or register its layers with register_layer"
     return invalid_because("model", f"it has no layer that K-FAC covers{detail}; {must}")
 
 
-def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
+def nothing_captured(step: int) -> RuntimeError:
+    """Return the error for a step that is due for statistics, and has none."""
+    return RuntimeError(
+        f"step {step} is due for statistics, but no covered layer saw a backward pass. Call "
+        ".backward() through this very model once a step, after building the optimizer. If a model "
+        "of this class was compiled and called before, torch reuses its code without hooks: build "
+        "the optimizer first, or call torch._dynamo.reset(). A CUDA graph of the backward pass "
+        "runs no hooks; to leave a forward pass out on purpose, use "
+        "optimizer.preconditioner.paused()"
+    )
+
+
+def warn_at_construction(kfac: Answers) -> None:
     """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
-    report = coverage(registry)
+    report, ranks, most = kfac.coverage(), kfac.ranks, kfac.rule.slow_above
     if ranks.rank == 0:
         logger.info("%s", report)
     text = poor_coverage(report)
     if text:
         agree.warn(ranks, text)
-    layers = registry.layers.values()
-    on_cpu = [x for x in layers if x.weight is not None and x.weight.is_cpu]
-    tasks = [task_of(x) for x in on_cpu]  # frozen ones, too: they may be trained later
-    sides = [(task.name, "A", task.a) for task in tasks if not task.diagonal_a]
-    sides += [(task.name, "G", task.g) for task in tasks if not task.diagonal_g]
-    most = rule.slow_above
-    wide = [f"  {name}: {side} has {n} columns\n" for name, side, n in sides if n > most]
+    wide = []
+    for layer in kfac.layers.values():  # frozen ones, too: they may be trained later
+        task, on_cpu = task_of(layer), layer.weight is not None and layer.weight.is_cpu
+        for side, n, is_diagonal in (
+            ("A", task.a, task.diagonal_a),
+            ("G", task.g, task.diagonal_g),
+        ):
+            if on_cpu and n > most and not is_diagonal:
+                wide.append(f"  {task.name}: {side} has {n} columns\n")
     if wide:
         agree.warn(
             ranks,
@@ -307,32 +321,9 @@ def warn_at_construction(registry: Registry, ranks: Ranks, rule: Rule) -> None:
         )
 
 
-def coverage(registry: Registry) -> CoverageReport:
-    """Return the report on the trained parameters that K-FAC covers now."""
-    named = unwrapped(registry.model).named_parameters()
-    names: dict[Tensor, str] = {p: name for name, p in named}
-    trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
-    sizes = {names[p]: size for p, size in trained.items() if p in names}
-    reasons = registry.uncovered | registry.unseen
-    largest = sorted(reasons, key=lambda name: -sizes.get(name, 0))
-    left = {name: Left(sizes.get(name, 0), reasons[name]) for name in largest}
-    asked = {name: f"matches {why!r}" for name, why in registry.skipped.items()}
-    asked |= {name: left.pop(name).reason for name in largest if reasons[name] in BY_OPTION}
-    states, covered = registry.states, set[Tensor | None]()
-    without: set[Tensor | None] = set()  # no call of their layer was found
-    for name, layer in registry.layers.items():
-        is_found = states[name].has_average or not states[name].unseen
-        (covered if is_found else without).update(layer.trainable)
-    number = sum([size for p, size in trained.items() if p in covered and p not in without])
-    elsewhere = {name: x.elsewhere for name, x in states.items() if x.elsewhere}
-    return CoverageReport(number, sum(trained.values()), left, asked, elsewhere)
-
-
 def poor_coverage(report: CoverageReport) -> str:
-    """Return a warning if much of a model is left.
-
-    Parameters that options leave, and those that scale or shift entries, do not count.
-    """
+    """Return a warning if much of a model is left to the base; else an empty text."""
+    # Parameters that options leave out, and those that scale or shift entries, are no news.
     left = sum(entry.size for entry in report.left.values() if entry.reason != SCALES)
     if left <= (1 - _ENOUGH) * report.total:
         return ""
@@ -344,14 +335,15 @@ def poor_coverage(report: CoverageReport) -> str:
     return f"{text}:\n{named}\n{report.amount}"
 
 
-def name_layers_without_statistics(
-    layers: Iterable[Layer], states: Mapping[str, LayerState], named: set[Layer]
-) -> None:
-    """Warn once of each layer that has a gradient but no average."""
-    for layer in [x for x in layers if not states[x.name].has_average and x not in named]:
-        unseen = states[layer.name].unseen
+def name_layers_without_statistics(kfac: Answers, named: set[Layer]) -> None:
+    """Warn once of each layer that has a gradient but no average; ``named`` is filled."""
+    # Each rank warns of its own layers. A collective would hang here: ranks differ in gradients.
+    for layer in [x for group in kfac.groups.all if group.applied for x in group.layers]:
+        state = kfac.registry.states[layer.name]
+        if state.has_average or layer in named:
+            continue
         # Search calls around the layer's module first; coverage() reports layers by use.
-        if layer.watchable and unseen and (layer.by_use or unseen < PATIENCE):
+        if layer.watchable and state.unseen and (layer.by_use or state.unseen < PATIENCE):
             continue
         if any(p.grad is not None for p in layer.parameters):
             named.add(layer)
@@ -365,7 +357,7 @@ def name_layers_without_statistics(
 
 def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witness) -> None:
     """Name layers whose gradients have other sources than their rows, as any rank found."""
-    new: dict[str, float] = {}
+    new: dict[str, float] = {}  # alike on all ranks, which then warn together
     for shares in ranks.gather_objects(witness.elsewhere, "naming gradients with other sources"):
         for name, share in shares.items():
             if not states[name].elsewhere:
@@ -385,30 +377,3 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
         "and the factors leave it out; move such a use into the model's forward, and ignore this "
         "warning for a penalty or a hook",
     )
-
-
-# ---- values that ranks compare ----
-
-
-def of_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plain values of parameter groups; errors name the first that differs."""
-    values: dict[str, Any] = {}
-    for i, group in enumerate(groups):
-        for name in sorted(group, key=lambda x: (x != "lr", str(x))):  # others follow from lr
-            value = group[name]
-            if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-                value = value.item()  # the host would wait for another device's
-            if isinstance(value, int | float | str | tuple | None):
-                # 1 as 1.0: equal numbers must have equal texts
-                values[f"{name} of parameter group {i}"] = float(value) if is_real(value) else value
-    return values
-
-
-def described(layers: Mapping[str, Layer]) -> dict[str, Any]:
-    """Return texts of a model's layers, for ranks to compare."""
-    return {
-        f"layer {x.name!r}": f"{x!r}, {x.covers}, {x.parameters[0].dtype}"
-        if x.parameters
-        else repr(x)
-        for x in layers.values()
-    }

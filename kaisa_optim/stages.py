@@ -13,7 +13,6 @@ STAGES = (
     *("capture", "agree", "reduce", "average", "decompose", "share"),
     *("precondition", "length", "hand out", "base step"),
 )
-
 _NOTHING = nullcontext()
 
 

@@ -105,8 +105,7 @@ def _state(
     numbered = [(i, p) for i, x in enumerate(optimizer.param_groups) for p in x["params"]]
     ours = [(i, twin_of[p]) for i, p in numbered if p in stepped]
     stacks = [ParameterStack([twin], twin, i, mine=True) for i, twin in ours]
-    rest = [[twin_of[p] for p in x["params"] if p not in stepped] for x in optimizer.param_groups]
-    plan, part = CompiledPlan(stacks, rest), step(base)
+    plan, part = CompiledPlan(stacks, base.param_groups), step(base)
     part.adopt(plan)
     part.open(plan)
     plan.present = [False] * len(ours)

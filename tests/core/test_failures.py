@@ -427,7 +427,7 @@ LAYER_WISE = {"assignment": "layer-wise"}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-4}
 # Where in a step.
 PLACES: dict[str, tuple[Any, str]] = {
-    "exchange": (Preconditioner, "_agree"),
+    "exchange": (Preconditioner, "gather"),
     "sums": (comm_ranks, "_added_up"),
     "passing on": (comm_ranks.Ranks, "_to_owners"),
     "decomposition": (products, "inverse_root"),

@@ -31,15 +31,11 @@ def train(model: Branches, opt: Any, steps: range, period: int) -> list[set[str]
     found = []
     for i in steps:
         opt.zero_grad()
-        before = {
-            x.name: output_factor(opt, x.name).clone()
-            for x in opt.preconditioner.registry.with_average
-        }
+        covered = opt.preconditioner.registry
+        before = {x.name: output_factor(opt, x.name).clone() for x in covered.with_average}
         branches.backward(model, i, "b" if i % period == period - 1 else "a")
         opt.step()
-        after = {
-            x.name: output_factor(opt, x.name) for x in opt.preconditioner.registry.with_average
-        }
+        after = {x.name: output_factor(opt, x.name) for x in covered.with_average}
         found.append({n for n in after if n not in before or not torch.equal(before[n], after[n])})
     return found
 
@@ -57,9 +53,8 @@ def test_a_slot_that_met_no_pass_is_made_up_for(period, options):
 
 def missed(opt: Any) -> dict[str, int]:
     """Return for how many gathering steps layers have missed their slot."""
-    return {
-        n: state.missed for n, state in opt.preconditioner.registry.states.items() if state.missed
-    }
+    states = opt.preconditioner.registry.states
+    return {name: state.missed for name, state in states.items() if state.missed}
 
 
 def now_and_then_on_one_rank(fraction: float) -> list[list[dict[str, int]]]:
