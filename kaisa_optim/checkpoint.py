@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from . import agree
-from .arguments import GROUP_KEYS
 from .comm.ranks import GatherItem
 from .coverage import unwrapped
 from .curvature.group import specs_of, stack_key
@@ -25,6 +24,7 @@ from .curvature.lengths import SQUARE_SUM
 from .curvature.rules import RULES
 from .errors import invalid_because, is_real
 from .layers import Layer
+from .options import GROUP_KEYS
 from .plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .preconditioner import Preconditioner
 

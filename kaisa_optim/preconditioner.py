@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from itertools import repeat
@@ -83,9 +82,7 @@ class Preconditioner(Answers):
             travel=not alone,
             units=rule.scale_free,
         )
-        self.hyperparameters = Hyperparameters(
-            options, self.sums, group_schedules, alone=alone, aim=weakref.WeakMethod(self._aim)
-        )
+        self.hyperparameters = Hyperparameters(options, self.sums, group_schedules, alone=alone)
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options, alone=alone)
         self.groups = Groups(self.registry, self.ranks, rule, options)
@@ -445,8 +442,8 @@ class Preconditioner(Answers):
         armed: tuple[Any, ...] = (None,)  # hooks leave at once
         if due is not None:
             wanted, sample = [*map(layers.__getitem__, due), *self.registry.late], None
-            fraction = parameters.fraction
-            if callable(fraction):
+            fraction = parameters.values["statistics_fraction"]
+            if "statistics_fraction" in parameters.schedules:
                 fraction = parameters.upcoming("statistics_fraction", number)
             if fraction != 1:
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
@@ -460,7 +457,7 @@ class Preconditioner(Answers):
 
     def _common(self, groups: list[ParamGroup]) -> dict[str, Any]:
         values, parameters = reports.of_groups(groups), self.hyperparameters
-        values |= {"steps": self.steps} | {name: getattr(parameters, name) for name in SHARED}
+        values |= {"steps": self.steps} | {name: parameters.values[name] for name in SHARED}
         values |= parameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,11 +69,11 @@ class Assigned(dict[str, Placement]):
 def _setting(name: str) -> Any:
     """Return the property of one hyperparameter of the whole optimizer."""
 
-    def write(self: Answers, value: Any) -> None:
-        setattr(self.hyperparameters, name, value)
+    def write(self: Any, value: Any) -> None:
+        if self.hyperparameters.set(name, value):
+            self._aim()
 
-    read = operator.attrgetter(f"hyperparameters.{name}")
-    return property(read, write, doc=OPTIONS[name].help)
+    return property(lambda self: self.hyperparameters.values[name], write, doc=OPTIONS[name].help)
 
 
 class Answers:

@@ -25,7 +25,7 @@ def settled(optimizer: KFACMixin) -> Options:
 
     An error is raised on all ranks if nothing fits, or if ranks differ.
     """
-    options, group = optimizer._kfac_options, optimizer._kfac_process_group
+    options, group = optimizer._kfac_options, optimizer._kfac_options.process_group
     ranks = Ranks(group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype)
     if ranks.world > 1:  # a rank with another fraction compares its options, too
         agree.compare(ranks, options.described(), "options")

@@ -35,7 +35,7 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
     options = options.choosing(LayerWise() if options.colocate_factors is not False else Opt(), "")
     base = bases.step_of(optimizer._base, optimizer.defaults)
     rule = make_rule(options, base.length())
-    group, cap = optimizer._kfac_process_group, options.bucket_cap_mb
+    group, cap = options.process_group, options.bucket_cap_mb
     ranks = Ranks(group, bucket_cap_mb=cap, comm_dtype=options.comm_dtype)
     registry = Registry(optimizer._kfac_model, options, ranks, ())
     registry.match_groups(groups)
