@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -99,11 +100,11 @@ class KFACMixin(Optimizer):
         world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
         if world not in ("", "1") and not joined:
-            agree.warn(
-                self.preconditioner.ranks,
+            text = (
                 f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
-                "call torch.distributed.init_process_group() before building model and optimizer",
+                "call torch.distributed.init_process_group() before building model and optimizer"
             )
+            agree.warn(self.preconditioner.ranks, text)
 
     # ---- stepping ----
 
@@ -113,7 +114,6 @@ class KFACMixin(Optimizer):
         """Step covered parameters along K-FAC's directions, and let the base step the others.
 
         With the papers' methods, the base steps all parameters with preconditioned gradients.
-
         ``closure`` runs first, with gradients enabled. The step leaves ``p.grad`` unchanged.
         """
         loss = None
@@ -132,10 +132,9 @@ class KFACMixin(Optimizer):
                 "after init_process_group()"
             )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
-                "which layers are due; run the training step outside of graphs"
-            )
+            why = "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
+            why += "which layers are due; run the training step outside of graphs"
+            raise RuntimeError(why)
         # Some users call step() under autocast, which is for the model's passes.
         autocast = torch._C._is_any_autocast_enabled()
         with products.without_autocast(self.device.type) if autocast else nullcontext():
@@ -170,17 +169,16 @@ class KFACMixin(Optimizer):
             self.preconditioner.status.note_failure(error, "the base optimizer's step")
 
     def _warn_of_coverage(self) -> None:
-        """Warn once if the search for calls of layers has ended, and what is covered is little."""
         registry = self.preconditioner.registry
+        # The search for calls of a layer has ended: it counted as covered at construction.
         states = registry.states.items()
         uncalled = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
         look = uncalled, [p.requires_grad for p in registry.parameters]
-        if self._looked is None or not uncalled or look == self._looked:
-            return
-        text = reports.poor_coverage(reports.coverage(registry))
-        self._looked = None if text else look
-        if text:
-            agree.warn(self.preconditioner.ranks, text)
+        if self._looked is not None and uncalled and look != self._looked:
+            text = reports.poor_coverage(reports.coverage(registry))
+            self._looked = None if text else look
+            if text:
+                agree.warn(self.preconditioner.ranks, text)
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -228,11 +226,9 @@ class KFACMixin(Optimizer):
             is_fixed = settings.kl_clip_lr == "initial" and group.get("lr") is not None
             group.setdefault("kl_clip_lr", float(group["lr"]) if is_fixed else "current")
         if settings.kl_clip is not None and group.get("kl_clip_lr") == 0:
-            warnings.warn(
-                "lr 0 at construction turns the KL clip off; build the optimizer with the peak lr "
-                'and let a schedule start lower, or use kl_clip_lr="current"',
-                stacklevel=5,
-            )
+            text = "lr 0 at construction turns the KL clip off; build the optimizer with the peak "
+            text += 'lr and let a schedule start lower, or use kl_clip_lr="current"'
+            warnings.warn(text, stacklevel=5)
         self._consolidated = None
         try:
             refuse_lost_damping(group)
@@ -257,9 +253,8 @@ class KFACMixin(Optimizer):
         """Return the base optimizer's state and K-FAC's; no collective is called.
 
         On several ranks, K-FAC's state and the momenta are this rank's share, and a warning names
-        the other ranks' shares, unless all ranks have called :meth:`consolidate_state_dict` since
-        the last step. ``torch.distributed.checkpoint`` saves the shares of all ranks and needs no
-        consolidation.
+        what it lacks, unless all ranks have called :meth:`consolidate_state_dict` since the last
+        step. ``torch.distributed.checkpoint`` saves the shares of all ranks.
         """
         if self._consolidated is None:
             checkpoint.warn_of_share(self)
@@ -271,12 +266,12 @@ class KFACMixin(Optimizer):
             handle.remove()
 
     def _complete(self, state_dict: dict[str, Any]) -> None:
-        """Add tensors that came from other ranks; the other entries stay as they are."""
-        if self.preconditioner.status.comparison is not None:  # each rank's share is saved alone
+        # A rank's share is saved alone: a view, once pickled, would take its whole stack along.
+        if self.preconditioner.status.comparison is not None:
             state_dict["state"] = checkpoint.apart(state_dict["state"])
         if self._consolidated is None:
             return
-        # The state's own dictionaries are the live ones: a merge in place would change the step.
+        # Entries are the live dictionaries: a merge in place would hand the base others' state.
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, p in enumerate(parameters):
             if entry := self._consolidated[1].get(p):
@@ -300,11 +295,11 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        placements, (ready, mine) = kfac.registry.placements, kfac.groups.stepped()
+        placements, (ready, stored) = kfac.registry.placements, kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in placements.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
-        return self.base_part.momenta(begun, mine)
+        return self.base_part.momenta(begun, stored)
 
     def base_state_dict(self) -> dict[str, Any]:
         """Return a state that a plain optimizer of the base class loads, without K-FAC's part.
@@ -315,10 +310,8 @@ class KFACMixin(Optimizer):
         kfac = self.preconditioner
         whole = self._consolidated is not None and self._consolidated[0] == kfac.ranks.rank
         if kfac.status.comparison is not None and not whole:
-            raise RuntimeError(
-                "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
-                "all ranks first, and base_state_dict() on that rank"
-            )
+            why = "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) "
+            raise RuntimeError(why + "on all ranks first, and base_state_dict() on that rank")
         return checkpoint.of_base(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -354,8 +347,7 @@ class KFACMixin(Optimizer):
         if uneven is None:
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
-            ready, _ = self.preconditioner.groups.stepped()
-            self.base_part.stepped &= ready
+            self.base_part.stepped &= self.preconditioner.groups.stepped()[0]
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self.base_part.stepped.discard(p)
@@ -363,12 +355,12 @@ class KFACMixin(Optimizer):
         lost = [layer for layer in uneven if layer not in self._refrozen]
         if lost:
             names = checkpoint.abridged([repr(layer.name) for layer in lost], between=", ")
-            agree.warn(
-                self.preconditioner.ranks,
+            text = (
                 f"only some ranks have loaded the momenta of {names}, which begin anew on all "
                 "ranks; call consolidate_state_dict() before a save, and load the same state on "
-                "all ranks",
+                "all ranks"
             )
+            agree.warn(self.preconditioner.ranks, text)
 
     # ---- copies ----
 
@@ -381,10 +373,8 @@ class KFACMixin(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_options.process_group is not None:
-            raise TypeError(
-                "an optimizer with process_group= can't be copied or pickled, since no process "
-                "group can; save its state_dict()"
-            )
+            why = "an optimizer with process_group= can't be copied or pickled, since no process "
+            raise TypeError(why + "group can; save its state_dict()")
         base, settings = super().__getstate__(), self.preconditioner.hyperparameters
         return {
             **base,
@@ -408,15 +398,13 @@ class KFACMixin(Optimizer):
         self._resume(entries)
 
     def _resume(self, entries: checkpoint.Entries) -> list[str]:
-        """Continue from loaded tensors; return the names of layers whose factors start anew."""
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
         base = self.base_part
         base.stepped = {p for p, entry in self.state.items() if bases.lacks_second(base, entry)}
         anew = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
-            ready, _ = self.preconditioner.groups.stepped()
-            base.stepped |= ready
+            base.stepped |= self.preconditioner.groups.stepped()[0]
         loaded = {p for p, entry in entries.items() if entry}
         # The base begins these anew, by an entry that is absent.
         foreign = checkpoint.foreign_moments(self.preconditioner, entries)
@@ -440,23 +428,20 @@ _FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
 
 
 def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
-    """Give a class its signature, with K-FAC's options by keyword, and their documentation."""
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(cls._base.__init__).parameters.values()
+    variadic, keyword = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD), Parameter.KEYWORD_ONLY
     _, *first = [p for p in parameters if p.kind not in variadic]  # without self
     annotation = "nn.Module | Iterable[Any] | None"
     first[:1] = [p.replace(annotation=annotation) for p in first[:1]]  # a base of *args has none
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    added = [inspect.Parameter("model", keyword, default=None, annotation="nn.Module | None")]
+    first.append(Parameter("model", keyword, default=None, annotation="nn.Module | None"))
     lines = ["K-FAC's options; those marked (s) may be callables of the step."]
     for section, declared in SECTIONS.items():
         lines += ["", f"{section}:"]
         for x in declared:
-            about = {"default": x.default, "annotation": x.annotation}
-            added.append(inspect.Parameter(x.name, keyword, **about))
+            first.append(Parameter(x.name, keyword, default=x.default, annotation=x.annotation))
             text = f"{x.name}: {x.help}{' (s)' if x.schedulable else ''}"
             lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
-    cls.__signature__ = inspect.Signature([*first, *added])  # type: ignore[attr-defined]
+    cls.__signature__ = inspect.Signature(first)  # type: ignore[attr-defined]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", *lines])
     _FAMILY[cls._base] = cls
     return cls
@@ -468,9 +453,8 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
     Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
     """
     if isinstance(base, Optimizer):
-        name = type(base).__name__
-        why = f"this is an optimizer already; give its class: with_kfac({name})(model, ...)"
-        raise invalid_because("base", why)
+        why = "this is an optimizer already; give its class: with_kfac"
+        raise invalid_because("base", f"{why}({type(base).__name__})(model, ...)")
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
         raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
     if issubclass(base, KFACMixin):
@@ -495,8 +479,7 @@ def _blank(base: type[Optimizer]) -> KFACMixin:
 class KFACSGD(KFACMixin, torch.optim.SGD):
     """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``.
 
-    Each layer steps along K-FAC's direction, until the loss has fallen, to first order, as by SGD's
-    step.
+    Each layer steps along K-FAC's direction until the loss has fallen, to first order, as by SGD.
     """
 
     _base = torch.optim.SGD
@@ -506,8 +489,7 @@ class KFACSGD(KFACMixin, torch.optim.SGD):
 class KFACAdam(KFACMixin, torch.optim.Adam):
     """torch.optim.Adam with K-FAC inside: ``KFACAdam(model, lr=1e-3, ...)``.
 
-    Each layer steps along K-FAC's direction, until the loss has fallen, to first order, as by
-    Adam's step.
+    Each layer steps along K-FAC's direction until the loss has fallen, to first order, as by Adam.
     """
 
     _base = torch.optim.Adam

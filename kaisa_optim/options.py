@@ -32,17 +32,10 @@ Schedule = Callable[[int], Any]
 Group = dict[str, Any]  # one of the optimizer's param_groups
 AUTO = "auto"  # the fraction is chosen by a plan
 
-# The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
-# its tuned self on Fashion-MNIST. With these values it ended lower on all five tasks tried.
-DAMPING, KL_CLIP = 5e-3, 1.5e-4
-# λ of "polar", a share of each factor's mean eigenvalue.
-_SHARE = 0.01
-
 # The factors of the first batches fit badly, and change less the longer they are averaged. With
 # these refreshes, an interval of 100 ends as one of 20 did: digits at 0.114 and 0.116, a GPT on
 # characters after 150 steps at 2.051 and 2.052. Without them it ends at 0.120 and 2.083.
 EARLY = (5, 10, 20, 30, 40, 60, 80, 130, 160)
-_POLAR_EVERY, _EVERY = 100, 50  # for "polar", and for the papers' methods
 
 
 def _is_among(value: Any, choices: tuple[Any, ...]) -> bool:
@@ -89,11 +82,8 @@ def _budget(name: str, value: Any) -> int | float | None:
         size = float(parts[1]) * _UNITS[(parts[2] or "").lower()] if parts else 0.0
         size = size if size >= 1 else 0.0  # "0.5" might be meant as a share
     if not is_real(size) or not _above_zero(size):
-        must = (
-            'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1) '
-            "of what the device has free"
-        )
-        raise invalid(name, value, must)
+        must = 'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1)'
+        raise invalid(name, value, must + " of what the device has free")
     return float(size) if size < 1 else int(size)
 
 
@@ -117,9 +107,8 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
         try:
             re.compile(pattern)
         except re.error as error:
-            why = f"{pattern!r} is no regular expression: {error}"
-            remedy = "re.escape takes a name literally"
-            raise invalid_because(name, f"{why}; {remedy}") from None
+            why = f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally"
+            raise invalid_because(name, why) from None
     return tuple(patterns)
 
 
@@ -155,13 +144,16 @@ _FLAG_OR_NONE = _one_of(
 _INTERVAL = _number(lambda x: x >= 1, "a whole number of steps, at least 1", whole=True)
 
 
+# Defaults of the papers' methods: with a damping of 1e-2, a clip of 1e-4 and refreshes every 100
+# steps, KFACSGD took 1.67 times the steps of its tuned self on Fashion-MNIST. With 5e-3, 1.5e-4 and
+# 50 steps it ended lower on all five tasks tried.
 # fmt: off
 _CURVATURE = (
     Option("damping", None, f"{_FLOAT} | None",
            _number(_above_zero, "a number above 0, such as 1e-2"),
            'Added to the curvature; a parameter group may have its own. Of "polar" it is a share '
            "of each factor's mean eigenvalue. None: 0.01, or 0.005 for the other methods.",
-           "group", schedulable=True, follows=lambda x: _SHARE if x.is_polar else DAMPING),
+           "group", schedulable=True, follows=lambda x: 0.01 if x.is_polar else 5e-3),
     Option("factor_decay", 0.95, _FLOAT, _number(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
            "β of the factors' running average; a parameter group may have its own. 0: the newest "
            "statistics replace the average.", "group", schedulable=True),
@@ -214,7 +206,7 @@ _REFRESHES = (
            "Steps 5, 10, 20, 30, 40, 60, 80, 130 and 160 refresh everything, too, where the "
            'interval is longer than the gap before them, unless normalization is "kaisa".',
            "optimizer", schedulable=True, guide="tuning.md#where-to-start",
-           follows=lambda x: _POLAR_EVERY if x.is_polar else _EVERY),
+           follows=lambda x: 100 if x.is_polar else 50),
     Option("staggered", None, "bool | None", _FLAG_OR_NONE,
            "True: layers gather in two steps of their interval, whole shapes divided by their "
            "cost, and in more only where sums are large; refreshes follow in the same steps. "
@@ -253,7 +245,7 @@ _REFRESHES = (
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (
-    Option("kl_clip", KL_CLIP, f"{_FLOAT} | None",
+    Option("kl_clip", 1.5e-4, f"{_FLOAT} | None",
            _number(_above_zero, "a number above 0, or None for no clip", None),
            "κ of the KL clip, which limits the length of a step. None: no limit.",
            "optimizer", schedulable=True, of_papers=True),
@@ -316,18 +308,13 @@ def check(name: str, value: Any) -> Any:
     return OPTIONS[name].check(name, value)
 
 
-# ---- the record of one optimizer ----
-
 _FIELDS: list[tuple[str, Any, Any]] = [(x.name, Any, x.default) for x in OPTIONS.values()]
 _Record: Any = make_dataclass("_Record", _FIELDS, frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, init=False)
 class Options(_Record):
-    """The settled options of one optimizer, an attribute each; frozen.
-
-    ``None`` for an option that follows from others is settled here.
-    """
+    """The settled options of one optimizer, an attribute each; None is what follows from others."""
 
     early: tuple[int, ...] = ()  # steps that gather and refresh everything
     chosen: str = ""  # the reason for a fraction that a plan has chosen
@@ -353,25 +340,21 @@ class Options(_Record):
         if self.grad_worker_fraction == AUTO:
             return
         if self.memory_budget is not None:
-            why = (
-                f"{self.memory_budget!r} with grad_worker_fraction={self.grad_worker_fraction!r}, "
-                'which has no use for it; give grad_worker_fraction="auto", or leave it out'
-            )
+            why = f"{self.memory_budget!r} with grad_worker_fraction={self.grad_worker_fraction!r}"
+            why += ', which has no use for it; give grad_worker_fraction="auto", or leave it out'
             raise invalid_because("memory_budget", why)
         choose(self.assignment, self.grad_worker_fraction)  # refuses an unknown assignment
 
     def refuse(self, name: str, value: Any) -> None:
         """Refuse a value that was asked for, but has no use or no meaning with the others."""
         option = OPTIONS[name]
-        # An unchecked tensor is not compared by ``==``.
+        # An unchecked tensor is not compared by ``==``: the result would be a tensor.
         plain = isinstance(value, int | float | str)
         if value is option.default or (plain and value == option.default):
             return
         if option.of_papers and self.is_polar:
-            why = (
-                f"{value!r} with compute_method='polar', which has no use for it; leave it out, "
-                'or name compute_method="eigen" or "inverse" for the papers\' gradients'
-            )
+            why = f"{value!r} with compute_method='polar', which has no use for it; leave it out, "
+            why += 'or name compute_method="eigen" or "inverse" for the papers\' gradients'
             raise invalid_because(name, why)
         if option.conflict is not None and value is not None:
             other, refused, reason = option.conflict
@@ -387,18 +370,10 @@ class Options(_Record):
         other.__dict__.update(values)
         return other
 
-    def choosing(self, assignment: WorkAssignment, reason: str) -> Options:
-        """Return a copy with the assignment that a plan has chosen, and the reason."""
-        values = {"assignment": assignment, "grad_worker_fraction": None, "chosen": reason}
-        return self.having(values)
-
     def described(self) -> dict[str, Any]:
-        """Return the values that ranks compare; all callables count as equal.
-
-        Parameter groups are compared with the groups. Each rank has a GradScaler of its own.
-        """
-        # The text of a process group, a scaler or a function has an address, unlike on any two
-        # ranks: ranks compare texts, so that none of these may be among the values.
+        """Return the values that ranks compare; options of groups are compared with the groups."""
+        # Ranks compare texts. The text of a process group, a scaler or a function has an address,
+        # which differs from rank to rank, so that none of these may be among the values.
         compared = [n for n in (*SETTABLE, *FIXED) if n != "process_group"]
         values = {name: getattr(self, name) for name in compared}
         values["grad_scaler"] = None if self.grad_scaler is None else "given"
@@ -428,16 +403,10 @@ class Hyperparameters:
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
 
-    def __init__(
-        self,
-        options: Options,
-        sums: FactorSums,
-        group_schedules: list[dict[str, Schedule]],
-        *,
-        alone: bool,
-    ) -> None:
+    def __init__(self, options: Options, sums: FactorSums, of_groups: Any, alone: bool) -> None:
         self.options, self.sums = options, sums
-        self._group_schedules = group_schedules  # one dict a group, for damping and factor_decay
+        # One dictionary a group, for damping and factor_decay; the optimizer appends new groups'.
+        self._group_schedules: list[dict[str, Schedule]] = of_groups
         settings = {name: getattr(options, name) for name in SETTABLE}
         self.schedules: dict[str, Schedule] = {
             n: x for n, x in settings.items() if OPTIONS[n].schedulable and callable(x)
@@ -445,7 +414,7 @@ class Hyperparameters:
         self.values: dict[str, Any] = {}
         for name, value in settings.items():
             self._settle(name, value(0) if name in self.schedules else value)
-        # The groups' values in the last step, which need no check; None: some follow a schedule.
+        # The groups' values in the last step, which need no check; None: they do.
         self.known: list[Any] | None = None
         self.take_intervals(0)
         # Several ranks must not take an interval at once: they compare both in an exchange, and
@@ -473,10 +442,8 @@ class Hyperparameters:
             former = self.values.get("loss_terms", value)
             drawn = self.capture is not None and self.capture.draws > 0
             if drawn and value != former and (isinstance(value, str) or isinstance(former, str)):
-                why = (
-                    f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
-                    "give the optimizer a number as its argument"
-                )
+                why = f"{value!r} after sample_fisher, which drew for {former!r}; set it before, "
+                why += "or give the optimizer a number as its argument"
                 raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
@@ -486,10 +453,9 @@ class Hyperparameters:
     def read(self, groups: list[Group], step: int) -> None:
         """Read the step's values from schedules and from the groups, and check them."""
         if len(groups) != len(self._group_schedules):
-            raise RuntimeError(
-                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
-                "added; use add_param_group, or build a new optimizer"
-            )
+            why = f"{len(groups)} groups, {len(self._group_schedules)} were added; use "
+            why += "add_param_group, or build a new optimizer"
+            raise RuntimeError(f"Invalid param_groups: {why}")
         for group, schedules in zip(groups, self._group_schedules, strict=True):
             for name in PER_GROUP:
                 schedule = schedules.get(name)
@@ -504,9 +470,8 @@ class Hyperparameters:
         """Note the groups' values, which were checked."""
         # A step reads anew unless the groups hold the very same objects: with schedules, none may
         # be noted, or a schedule would stop at its first value.
-        scheduled = self.schedules or any(self._group_schedules)
-        values = [group[name] for group in groups for name in PER_GROUP]
-        self.known = None if scheduled else values
+        is_fixed = not (self.schedules or any(self._group_schedules))
+        self.known = [x[name] for x in groups for name in PER_GROUP] if is_fixed else None
 
     def upcoming(self, name: str, step: int) -> Any:
         """Return a value for the backward passes of a step, before the step reads its values."""
@@ -564,13 +529,11 @@ def rate_of(group: Group) -> Any:
 
 
 def _scale_of(scaler: Any) -> Tensor | float:
-    # get_scale() reads the scale's value, and a backward pass would wait for the device.
-    if isinstance(scaler, Tensor) or is_real(scaler):
-        return scaler
-    if not callable(scaler):
+    scale = scaler() if callable(scaler) else scaler
+    if hasattr(scaler, "get_scale"):
+        # get_scale() reads the tensor's value: each backward pass would wait for the device.
         scale = getattr(scaler, "_scale", None)
-        return scale if isinstance(scale, Tensor) else scaler.get_scale()
-    scale = scaler()
+        scale = scale if isinstance(scale, Tensor) else scaler.get_scale()
     if not is_real(scale) and not isinstance(scale, Tensor):
         why = f"{scale!r} from its callable; a scale must be a number or a tensor"
         raise invalid_because("grad_scaler", why)
@@ -589,17 +552,14 @@ def separate(
     """
     ours = {n: v for n, v in kwargs.items() if n in OPTIONS}
     of_base = {n: v for n, v in kwargs.items() if n not in ours}
+    unknown = [n for n in of_base if n not in known]
     # A base with **kwargs may know more names than its signature shows.
-    is_open = any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
-    for name in () if is_open else of_base:
-        if name not in known:
-            raise unexpected(title, name, OPTIONS, known)
+    if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
+        raise unexpected(title, unknown[0], OPTIONS, known)
     second = args[0] if args and list(known)[1:2] == ["lr"] else None
     if isinstance(second, Iterable) and not isinstance(second, Tensor | str):
-        why = (
-            f"parameters come first, and the model by name: {title}(parameters, model=model, ...); "
-            f"{title}(model, ...) takes all of the model's"
-        )
+        why = f"parameters come first, and the model by name: {title}(parameters, model=model, "
+        why += f"...); {title}(model, ...) takes all of the model's"
         raise invalid_because("second argument", why)
     lr = of_base.get("lr", second)
     if isinstance(lr, str) or callable(lr):
@@ -618,11 +578,8 @@ def model_and_parameters(title: str, params: Any, model: Any) -> tuple[nn.Module
             raise invalid_because("model", why)
         model, params = params, list(params.parameters())
         if not params:
-            why = (
-                f"this {type(model).__name__} has no parameters; pass the module that holds the "
-                "layers to be trained"
-            )
-            raise invalid_because("model", why)
+            why = f"this {type(model).__name__} has no parameters; pass the module that holds the "
+            raise invalid_because("model", why + "layers to be trained")
     if isinstance(model, nn.Module):
         return model, params
     listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
@@ -634,8 +591,5 @@ def model_and_parameters(title: str, params: Any, model: Any) -> tuple[nn.Module
         text = f"the class {wrong.__name__}"
     elif len(text) > 60 or "\n" in text:
         text = f"of type {type(wrong).__name__}"
-    why = (
-        f"{text}; K-FAC hooks the model's layers: pass the nn.Module first, "
-        f"as {title}(model, ...), or as model="
-    )
-    raise invalid_because("model", why)
+    why = f"{text}; K-FAC hooks the model's layers: pass the nn.Module first, as {title}(model, "
+    raise invalid_because("model", why + "...), or as model=")

@@ -82,7 +82,7 @@ class Preconditioner(Answers):
             travel=not alone,
             units=rule.scale_free,
         )
-        self.hyperparameters = Hyperparameters(options, self.sums, group_schedules, alone=alone)
+        self.hyperparameters = Hyperparameters(options, self.sums, group_schedules, alone)
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options, alone=alone)
         self.groups = Groups(self.registry, self.ranks, rule, options)

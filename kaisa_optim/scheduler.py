@@ -46,17 +46,10 @@ class KFACParamScheduler:
         **unknown: Any,
     ) -> None:
         if not isinstance(optimizer, KFACMixin):
-            raise TypeError(
-                f"Invalid optimizer: {type(optimizer).__name__} has no K-FAC inside; pass a "
-                "KFACSGD, KFACAdam, KFACLAMB or with_kfac(...) optimizer"
-            )
-        known = {
-            "damping": damping,
-            "factor_decay": factor_decay,
-            "kl_clip": kl_clip,
-            "factor_update_steps": factor_update_steps,
-            "inv_update_steps": inv_update_steps,
-        }
+            why = f"{type(optimizer).__name__} has no K-FAC inside; pass a KFACSGD, KFACAdam, "
+            raise TypeError(f"Invalid optimizer: {why}KFACLAMB or with_kfac(...) optimizer")
+        known = {"damping": damping, "factor_decay": factor_decay, "kl_clip": kl_clip}
+        known |= {"factor_update_steps": factor_update_steps, "inv_update_steps": inv_update_steps}
         for name in unknown:
             raise unexpected(type(self).__name__, name, known)
         self.optimizer = optimizer
@@ -95,17 +88,14 @@ class KFACParamScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved epoch; the optimizer takes that epoch's values."""
         if state_dict["initial"].keys() != self.schedules.keys():
-            why = (
-                f"it schedules {sorted(state_dict['initial'])}, this scheduler "
-                f"{sorted(self.schedules)}; build it with the same hyperparameters"
-            )
+            why = f"it schedules {sorted(state_dict['initial'])}, this scheduler "
+            why += f"{sorted(self.schedules)}; build it with the same hyperparameters"
             raise invalid_because("state_dict", why)
         self.last_epoch = state_dict["last_epoch"]
         self.initial = {name: list(values) for name, values in state_dict["initial"].items()}
         self._write()
 
     def _write(self) -> None:
-        """Set the values of this epoch."""
         groups, kfac = self.optimizer.param_groups, self.optimizer.preconditioner
         epoch = self.last_epoch
         for name, schedule in self.schedules.items():
@@ -127,6 +117,5 @@ class KFACParamScheduler:
                     group[name] = check(name, value * factor)
             else:
                 initial += [] if initial else [getattr(kfac, name)]
-                value = initial[0] * factor
-                is_interval = isinstance(initial[0], int)
+                value, is_interval = initial[0] * factor, isinstance(initial[0], int)
                 setattr(kfac, name, max(1, round(value)) if is_interval else value)

@@ -49,7 +49,8 @@ def settled(optimizer: KFACMixin) -> Options:
     agree.compare(ranks, {"the assignment that a plan chose": title}, "plans", error)
     if ranks.rank == 0:
         logger.info("%s", choice.reason)
-    return options.choosing(best.candidate.strategy, choice.reason)
+    chosen = {"assignment": best.candidate.strategy, "chosen": choice.reason}
+    return options.having({**chosen, "grad_worker_fraction": None})
 
 
 def choice_of(optimizer: KFACMixin, world: int, budget: int) -> Choice:

@@ -111,11 +111,7 @@ USED: dict[str, Any] = {
 CONFLICTS = [(name, *x.conflict) for name, x in OPTIONS.items() if x.conflict is not None]
 
 
-@pytest.mark.parametrize(
-    ("name", "other", "value", "reason"),
-    CONFLICTS,
-    ids=[f"{n}-{x}={v}" for n, x, v, _ in CONFLICTS],
-)
+@pytest.mark.parametrize(("name", "other", "value", "reason"), CONFLICTS)
 def test_options_that_contradict_each_other_are_both_named(name, other, value, reason):
     given = {"compute_method": "eigen", "kl_clip": None} | {name: USED[name], other: value}
     text = (
