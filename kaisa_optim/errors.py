@@ -51,15 +51,13 @@ FORMER = {
 }
 
 
-def unexpected(
-    owner: str, name: str, ours: Collection[str], theirs: Collection[str] = ()
-) -> TypeError:
+def unexpected(owner: str, name: str, ours: Collection[str], base: Any = ()) -> TypeError:
     """Return the error for an argument that neither ``owner``'s options nor its base have."""
     # SGD's dampening is as near to some spellings as damping is: options come first.
     near = difflib.get_close_matches(name, ours, 1, 0.9)
-    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
+    near = near or difflib.get_close_matches(name, [*ours, *base], 1)
     remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
-    if name == "momentum" and "betas" in theirs:
+    if name == "momentum" and "betas" in base:
         remedy = "here it is the first of betas"
     remedy = FORMER.get(name, remedy)
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import agree, bases, checkpoint, options, reports
-from .bases import gradients_of
 from .errors import FORMER, check_callable, invalid, invalid_because
 from .lamb import LAMB
 from .layers import Layer
@@ -40,8 +39,6 @@ class KFACMixin(Optimizer):
     """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
 
     _base: type[Optimizer]
-    _step_supports_amp_scaling: bool
-    _group_schedules: list[dict[str, Callable[[int], Any]]]
 
     def __init__(
         self,
@@ -61,7 +58,9 @@ class KFACMixin(Optimizer):
         of_base, ours = options.separate(title, known, args, kwargs)
         self._kfac_model, parameters = options.model_and_parameters(title, params, model)
         self._kfac_options = Options(**ours)
-        self._group_schedules = []
+        self._group_schedules: list[options.Schedules] = []
+        # This adds all groups. A preconditioner that existed before would be rebuilt for each, and
+        # ranks would compare models that are not complete.
         super().__init__(parameters, *args, **of_base)
         self._start()
 
@@ -141,7 +140,7 @@ class KFACMixin(Optimizer):
             if kfac.unsettled:
                 self._settle_load()
             limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
-            with gradients_of(base.limited()) if limits else nullcontext():
+            with bases.gradients_of(base.limited()) if limits else nullcontext():
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
@@ -184,6 +183,7 @@ class KFACMixin(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics gathered since the last step."""
         super().zero_grad(set_to_none)
+        # Sums without their gradients would make averages of passes that no step has used.
         self.preconditioner.discard()
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class KFACMixin(Optimizer):
             why = f"{param_group[name]!r} in a parameter group; {_NO_KEYS[name]}"
             raise invalid_because(name, why)
         settings, is_built = self._kfac_options, hasattr(self, "preconditioner")
-        schedules: dict[str, Callable[[int], Any]] = {}
+        schedules: options.Schedules = {}
         for name in PER_GROUP:
             value = param_group.setdefault(name, getattr(settings, name))
             if callable(value):
@@ -287,6 +287,7 @@ class KFACMixin(Optimizer):
         if not isinstance(to, int) or not 0 <= to < ranks.world:
             must = f"it must be a rank of the process group, 0 to {ranks.world - 1}"
             raise invalid("to", to, must)
+        # First, since all ranks must know the layers whose momenta they are to send.
         self._settle_load()
         momentum, momenta = self.base_part.momentum, self.momenta()
         entries = checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
@@ -394,7 +395,8 @@ class KFACMixin(Optimizer):
         entries = checkpoint.take_entries(state["state"])
         super().__setstate__(state)
         known = [p for group in self.param_groups for p in group["params"]]
-        self._start(known, compare=False)  # one rank alone may make a copy
+        # One rank alone may make a copy: a comparison would wait for the others without end.
+        self._start(known, compare=False)
         self._resume(entries)
 
     def _resume(self, entries: checkpoint.Entries) -> list[str]:
@@ -443,7 +445,7 @@ def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
             lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
     cls.__signature__ = inspect.Signature(first)  # type: ignore[attr-defined]
     cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", *lines])
-    _FAMILY[cls._base] = cls
+    _FAMILY[cls._base] = cls  # one class a base: copies find theirs by it
     return cls
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .curvature.averages import FactorSums
 
 Check = Callable[[str, Any], Any]  # from name and value to the settled value
-Schedule = Callable[[int], Any]
+Schedules = dict[str, Callable[[int], Any]]  # by the names of options
 Group = dict[str, Any]  # one of the optimizer's param_groups
 AUTO = "auto"  # the fraction is chosen by a plan
 
@@ -296,9 +296,11 @@ OPTIONS = {option.name: option for section in SECTIONS.values() for option in se
 PER_GROUP = tuple(name for name, option in OPTIONS.items() if option.scope == "group")
 SETTABLE = tuple(name for name, option in OPTIONS.items() if option.scope == "optimizer")
 FIXED = tuple(name for name, option in OPTIONS.items() if option.scope == "construction")
-# Settings that ranks must have alike in every step.
+# Settings that ranks must have alike in every step: each exchange compares them. Without that, a
+# rank with another interval would gather in other steps, and wait for the others without end.
 SHARED = tuple(name for name in SETTABLE if not OPTIONS[name].own_of_rank)
-# Keys of a parameter group, beside the base's own.
+# Keys of a parameter group, beside the base's own. A load leaves them as they are where the saved
+# groups, of a plain optimizer, lack them.
 GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
 _INTERVALS = "factor_update_steps", "inv_update_steps"
 
@@ -308,7 +310,7 @@ def check(name: str, value: Any) -> Any:
     return OPTIONS[name].check(name, value)
 
 
-_FIELDS: list[tuple[str, Any, Any]] = [(x.name, Any, x.default) for x in OPTIONS.values()]
+_FIELDS: Any = [(name, Any, option.default) for name, option in OPTIONS.items()]
 _Record: Any = make_dataclass("_Record", _FIELDS, frozen=True, kw_only=True)
 
 
@@ -322,7 +324,7 @@ class Options(_Record):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         settled = self.__dict__  # past the frozen record's __setattr__
-        asked = dict(settled)
+        asked = dict(settled)  # ``settled`` changes below; conflicts are of what was asked for
         for name, value in asked.items():
             if OPTIONS[name].schedulable and callable(value):
                 check_callable(name, value, "step")
@@ -403,14 +405,15 @@ class Hyperparameters:
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
 
-    def __init__(self, options: Options, sums: FactorSums, of_groups: Any, alone: bool) -> None:
+    def __init__(
+        self, options: Options, sums: FactorSums, group_schedules: list[Schedules], alone: bool
+    ) -> None:
         self.options, self.sums = options, sums
-        # One dictionary a group, for damping and factor_decay; the optimizer appends new groups'.
-        self._group_schedules: list[dict[str, Schedule]] = of_groups
+        # The optimizer's own list, for damping and factor_decay: a copy would miss later groups.
+        self._group_schedules = group_schedules
         settings = {name: getattr(options, name) for name in SETTABLE}
-        self.schedules: dict[str, Schedule] = {
-            n: x for n, x in settings.items() if OPTIONS[n].schedulable and callable(x)
-        }
+        of_steps = {n: x for n, x in settings.items() if OPTIONS[n].schedulable and callable(x)}
+        self.schedules: Schedules = of_steps
         self.values: dict[str, Any] = {}
         for name, value in settings.items():
             self._settle(name, value(0) if name in self.schedules else value)
@@ -426,7 +429,7 @@ class Hyperparameters:
         """Check and take a user's value; return True if other layers or rows are to gather."""
         self._settle(name, value)
         self.pending |= name in _INTERVALS
-        # A schedule takes the place of the value in the next step.
+        # A schedule takes the place of the value in the next step, on all ranks alike.
         if name not in self._at_once or name in self.schedules:
             return False
         if name in _INTERVALS:
@@ -495,8 +498,7 @@ def refuse_name(owner: object, name: str, value: Any) -> None:
     if name in PER_GROUP:
         why = f'it belongs to the parameter groups; set optimizer.param_groups[i]["{name}"]'
     elif name in FIXED:
-        remedy = f"build the optimizer with {name}={value!r}"
-        why = f"it can only be given at construction; {remedy}"
+        why = f"it can only be given at construction; build the optimizer with {name}={value!r}"
     elif name.startswith("_") or hasattr(owner, name):
         return
     else:
@@ -512,8 +514,9 @@ def refuse_lost_damping(group: Group) -> None:
     Where there is no curvature, the rounding of a gradient is divided by the damping: at a
     ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
     """
+    # Each step after a change asks, and parameters may be many: most steps must not walk them.
     if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
-        return  # each step asks, and parameters may be many
+        return
     for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
         least = torch.finfo(dtype).eps / 10_000
         if group["damping"] < least:

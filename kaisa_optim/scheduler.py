@@ -16,8 +16,7 @@ Factor = Callable[[int], float] | Mapping[int, float]
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """Return a schedule with one factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
     if not isinstance(milestones, Iterable) or isinstance(milestones, str):
-        must = "they must be numbers of epochs, such as [40, 80]"
-        raise invalid("milestones", milestones, must)
+        raise invalid("milestones", milestones, "they must be numbers of epochs, such as [40, 80]")
     if not is_real(factor) or not 0 < factor < math.inf:
         raise invalid("factor", factor, "it must be a number above 0, such as 0.5")
     return dict.fromkeys(milestones, factor)
@@ -103,11 +102,10 @@ class KFACParamScheduler:
                 factors = [schedule(epoch)]
             else:
                 factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
-            for factor in factors:
-                if not is_real(factor):
-                    why = f"its schedule gives {factor!r} for epoch {epoch}"
-                    raise invalid_because(name, f"{why}; a factor must be a number")
-            # Factors multiply the first values, not the present ones: an interval that was rounded
+            for wrong in [factor for factor in factors if not is_real(factor)]:
+                why = f"its schedule gives {wrong!r} for epoch {epoch}; a factor must be a number"
+                raise invalid_because(name, why)
+            # Factors multiply the first values: of the present ones, an interval that was rounded
             # to 1 would never grow again.
             factor, initial = math.prod(factors), self.initial.setdefault(name, [])
             if name in PER_GROUP:
