@@ -65,8 +65,7 @@ class KFACMixin(Optimizer):
         self._start()
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
-        # Layers without calls, and trained parameters, as of the last look at coverage. None: the
-        # warning was given.
+        # Layers without calls, and who trained, at the last look at coverage; None: it has warned.
         self._looked: tuple[list[str], list[bool]] | None = ([], [])
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
@@ -83,7 +82,7 @@ class KFACMixin(Optimizer):
             from .tools import automatic  # a plan is made for this option alone
 
             self._kfac_options = automatic.settled(self)
-        self.preconditioner = Preconditioner(
+        self.preconditioner = kfac = Preconditioner(
             self._kfac_model,
             self._kfac_options,
             self.param_groups,
@@ -94,16 +93,15 @@ class KFACMixin(Optimizer):
             {"base optimizer": self._base.__name__} if compare else None,
         )
         self.base_part = step_of_base(self)
-        directs = self.preconditioner.rule.makes_directions
-        self._stepper = self.base_part if directs else bases.RawStep(self)
+        self._stepper = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
         world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
         if world not in ("", "1") and not joined:
-            text = (
+            agree.warn(
+                kfac.ranks,
                 f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
-                "call torch.distributed.init_process_group() before building model and optimizer"
+                "call torch.distributed.init_process_group() before building model and optimizer",
             )
-            agree.warn(self.preconditioner.ranks, text)
 
     # ---- stepping ----
 

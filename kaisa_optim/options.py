@@ -397,9 +397,6 @@ class Options(_Record):
         return bool(self.normalization == "kaisa")
 
 
-# ---- values that users and schedules may set at any time ----
-
-
 class Hyperparameters:
     """The values of options that may change, checked where they are set, and intervals in force."""
 
@@ -509,11 +506,9 @@ def refuse_name(owner: object, name: str, value: Any) -> None:
 
 
 def refuse_lost_damping(group: Group) -> None:
-    """Refuse a damping that the arithmetic of the group's parameters can't carry.
-
-    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
-    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
-    """
+    """Refuse a damping that the arithmetic of the group's parameters can't carry."""
+    # Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    # ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
     # Each step after a change asks, and parameters may be many: most steps must not walk them.
     if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
         return
