@@ -61,9 +61,6 @@ REMEDIES = {
     "needs module classes": "Write @register_layer(ModuleClass).",
     "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",
     "which must return rows": "Write the method that is named.",
-    "Invalid use_muon": (
-        "Leave it out: KFACAdam steps all parameters, and a group may have its own lr."
-    ),
     "K-FAC lost other ranks": (
         "Read the log of the rank that failed first. If a rank only takes long, lengthen the "
         "process group's time-out."

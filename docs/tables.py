@@ -24,7 +24,6 @@ from benchmarks.convergence.tasks import TASKS
 from benchmarks.papers_account import Papers
 from docs.messages import Source
 from docs.remedies import REMEDIES
-from kaisa_optim import arguments
 from kaisa_optim.options import OPTIONS
 from kaisa_optim.plan.assignment import Hybrid, Task
 
@@ -100,7 +99,7 @@ STEPS = {
 # What a user does when a message comes, and the modules that it comes from.
 SECTIONS = {
     "Building an optimizer": (
-        "__init__", "arguments", "family", "optimizer", "lamb", "model",
+        "__init__", "optimizer", "lamb", "model",
     ),
     "Options": ("options", "errors"),
     "Steps": (
@@ -426,7 +425,19 @@ def pages() -> Iterator[tuple[Path, str]]:
             page = rewritten(page, name, make())
         yield path, page
     path = REFERENCE / "options.md"
-    yield path, rewritten(path.read_text(), "options", arguments.table())
+    yield path, rewritten(path.read_text(), "options", options())
+
+
+def options() -> str:
+    """Return the table of all options in docs/reference/options.md."""
+    rows = ["| option | default | meaning |", "|---|---|---|"]
+    for name, option in OPTIONS.items():
+        default = f'"{option.default}"' if isinstance(option.default, str) else option.default
+        meaning = option.help.replace("|", "\\|")
+        if option.guide:
+            meaning += f" [More](../guides/{option.guide})"
+        rows.append(f"| `{name}`{' (s)' if option.schedulable else ''} | {default} | {meaning} |")
+    return "\n".join(rows)
 
 
 # ---- errors and warnings ----
@@ -476,10 +487,9 @@ def _plain(text: str) -> str:
 def conflicts() -> str:
     rows = []
     for name, option in OPTIONS.items():
-        for conflict in option.conflicts:
-            values = " or ".join(repr(value) for value in conflict.values)
-            other = f"`{conflict.other}` {values}"
-            rows.append([f"`{name}`", other, _plain(conflict.reason)])
+        if option.conflict is not None:
+            other, value, reason = option.conflict
+            rows.append([f"`{name}`", f"`{other}` {value!r}", _plain(reason)])
     table = traffic.table(["option", "with", "cause"], rows)
     return table.replace("--:", ":--")
 

@@ -4,9 +4,9 @@ from typing import NoReturn
 
 import torch
 
-from .family import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from .lamb import LAMB
 from .layers import Layer, Moments, register_layer
+from .optimizer import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from .plan.assignment import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
 from .scheduler import KFACParamScheduler, decay_at
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from . import agree
-from .arguments import GROUP_KEYS
 from .comm.ranks import GatherItem
 from .curvature.group import specs_of, stack_key
 from .curvature.lengths import SQUARE_SUM
@@ -24,6 +23,7 @@ from .curvature.rules import RULES
 from .errors import invalid_because, is_real
 from .layers import Layer
 from .model import unwrapped
+from .options import GROUP_KEYS
 from .plan.facts import IS_REFRESHED, STARTS_ANEW, TensorSpec
 from .preconditioner import Preconditioner
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 
@@ -24,56 +24,40 @@ def is_real(value: Any) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def check_flag(name: str, value: Any, none: bool = False) -> Any:
-    """Return True or False, and None where ``none`` allows it; refuse other values."""
-    if not isinstance(value, bool) and not (none and value is None):
-        rest = ", or None for what follows from other options" if none else ""
-        raise invalid(name, value, f"it must be True or False{rest}")
-    return value
-
-
-def check_callable(name: str, function: Callable[..., Any], *arguments: str) -> None:
-    """Refuse a callable that does not take ``arguments``, before a step calls it."""
+def check_callable(name: str, function: Callable[..., Any], argument: str = "") -> None:
+    """Refuse a callable that does not take one ``argument``, or none, before a step calls it."""
+    # Builtins without a signature raise ValueError, and pass: no value of theirs is known to fail.
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # some builtins have none
+        return
     try:
-        signature.bind(*arguments)
+        signature.bind(argument) if argument else signature.bind()
     except TypeError:
-        taken = " and ".join(arguments) if arguments else "nothing"
-        like = f"lambda {', '.join(arguments)}: ..." if arguments else "lambda: ..."
-        raise invalid(name, function, f"it must be a callable of {taken}, such as {like}") from None
+        like = f"lambda {argument}".rstrip()
+        must = f"it must be a callable of {argument or 'nothing'}, such as {like}: ..."
+        raise invalid(name, function, must) from None
 
 
-# ---- names that do not exist ----
-
-# Arguments of kfac-pytorch that this package does not have, or has under another name, and names
-# that went before the first release.
+# Arguments of kfac-pytorch, and of Muon, that this package does not have or names otherwise.
 FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
     "symmetry_aware": "leave it out: factors always travel as triangles",
     "assignment_strategy": "leave it out: the cost() of a WorkAssignment says what is balanced",
-    "update_factors_in_hook": "leave it out: sums are taken in the backward pass, averages in "
-    "step()",
+    "update_factors_in_hook": "leave it out: step() takes averages of the backward passes' sums",
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
-    "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
-    "warmup_steps": "leave it out: a scheduler of lr warms up",
-    "compound": "leave it out: factors multiply the first value, so let a callable return the "
-    "product of its factors",
     "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have its own lr",
 }
 
 
-def unexpected(owner: str, name: str, ours: Iterable[str], theirs: Iterable[str] = ()) -> TypeError:
+def unexpected(owner: str, name: str, ours: Collection[str], base: Any = ()) -> TypeError:
     """Return the error for an argument that neither ``owner``'s options nor its base have."""
-    ours = list(ours)
-    # SGD's dampening is as near to some spellings as damping is.
+    # SGD's dampening is as near to some spellings as damping is: options come first.
     near = difflib.get_close_matches(name, ours, 1, 0.9)
-    near = near or difflib.get_close_matches(name, [*ours, *theirs], 1)
+    near = near or difflib.get_close_matches(name, [*ours, *base], 1)
     remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
-    remedy = FORMER.get(name, remedy)
-    if name == "momentum" and "betas" in theirs:
+    if name == "momentum" and "betas" in base:
         remedy = "here it is the first of betas"
+    remedy = FORMER.get(name, remedy)
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

@@ -1,34 +1,43 @@
-"""A mixin that puts K-FAC inside the step of any torch.optim class."""
+"""The optimizer family: a mixin that puts K-FAC inside the step of any torch.optim class."""
 
 from __future__ import annotations
 
+import copyreg
 import inspect
+import os
+import textwrap
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from . import agree, arguments, bases, checkpoint
-from .bases import gradients_of
+from . import agree, bases, checkpoint, options, reports
 from .errors import FORMER, check_callable, invalid, invalid_because
-from .lamb import clipped_gradients
+from .lamb import LAMB, clipped_gradients
 from .linalg import products
-from .options import PER_GROUP, SCHEDULED, Options, refuse_lost_damping
+from .options import GROUP_KEYS, OPTIONS, PER_GROUP, SECTIONS, Options, refuse_lost_damping
+from .plan.schedule import PATIENCE
 from .preconditioner import Preconditioner
+
+ZERO_REDUNDANCY = "torch.distributed.optim.zero_redundancy_optimizer"  # torch's module of ZeRO 1
+_SPREADS = 'assignment="layer-wise" spreads the moments of Adam, AdamW and LAMB over ranks'
+# Keys that a parameter group can't have of its own, and why.
+_OF_ALL = "it is one for the whole optimizer, pass it as an argument"
+_NO_KEYS = dict.fromkeys(OPTIONS.keys() - {*GROUP_KEYS, "process_group"}, _OF_ALL)
+_NO_KEYS["use_muon"] = FORMER["use_muon"]
 
 
 class KFACMixin(Optimizer):
     """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
 
     _base: type[Optimizer]
-    _step_supports_amp_scaling: bool
-    _group_schedules: list[dict[str, Callable[[int], Any]]]
 
     def __init__(
         self,
@@ -37,55 +46,60 @@ class KFACMixin(Optimizer):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take the base class's arguments, the model in place of its parameters or beside them as
-        ``model``, and K-FAC's options by keyword.
-        """
+        """Take the base's arguments, the model as parameters or as ``model``, and options."""
         title = type(self).__name__
-        arguments.refuse_zero_redundancy(title)
+        # A layer would miss its bias, and ranks would wait for layers that others do not have.
+        if any(caller.f_globals.get("__name__") == ZERO_REDUNDANCY for caller in agree.callers()):
+            why = f"ZeroRedundancyOptimizer gives each rank a part of the parameters, and {title} "
+            why += f"needs all; build {title} alone, where {_SPREADS} as ZeRO 1 does"
+            raise invalid_because("optimizer_class", why)
         known = inspect.signature(super().__init__).parameters
-        theirs, ours = arguments.separate(title, known, kwargs)
-        self._kfac_model, params = arguments.find_model(title, params, model)
-        arguments.refuse_misplaced(title, known, args, theirs)
-        self._kfac_process_group = ours.pop("process_group", None)
+        of_base, ours = options.separate(title, known, args, kwargs)
+        self._kfac_model, parameters = options.model_and_parameters(title, params, model)
         self._kfac_options = Options(**ours)
-        self._group_defaults = {name: getattr(self._kfac_options, name) for name in PER_GROUP}
-        self._group_schedules = []
-        given: Any = params
-        super().__init__(given, *args, **theirs)
+        self._group_schedules: list[options.Schedules] = []
+        # This adds all groups. A preconditioner that existed before would be rebuilt for each, and
+        # ranks would compare models that are not complete.
+        super().__init__(parameters, *args, **of_base)
         self._start()
 
     def _start(self, known: Iterable[Tensor] = (), compare: bool = True) -> None:
-        self._notices = arguments.Notices()
+        # Layers without calls, and who trained, at the last look at coverage; None: it has warned.
+        self._looked: tuple[list[str], list[bool]] | None = ([], [])
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
         step_of_base = bases.step_of(self._base, self.defaults)
-        for group in self.param_groups:
-            if group.get("differentiable"):
-                raise invalid_because(
-                    "differentiable", "True; a K-FAC step can't be differentiated, leave it False"
-                )
-        arguments.missing_process_group(self._kfac_process_group)
+        if any(group.get("differentiable") for group in self.param_groups):
+            why = "True; a K-FAC step can't be differentiated, leave it False"
+            raise invalid_because("differentiable", why)
         # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
         # and skip instead.
         self._step_supports_amp_scaling = False
-        if self._kfac_options.is_automatic:
+        if self._kfac_options.grad_worker_fraction == options.AUTO:
             from .tools import automatic  # a plan is made for this option alone
 
             self._kfac_options = automatic.settled(self)
-        self.preconditioner = Preconditioner(
+        self.preconditioner = kfac = Preconditioner(
             self._kfac_model,
             self._kfac_options,
             self.param_groups,
             self._group_schedules,
             step_of_base.length(),
             known,
-            self._kfac_process_group,
+            self._kfac_options.process_group,
             self._base.__name__ if compare else None,
         )
         self.base_part = step_of_base(self)
-        directs = self.preconditioner.rule.makes_directions
-        self._stepper = self.base_part if directs else bases.RawStep(self)
+        self._stepper = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
+        world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
+        joined = distributed.is_available() and distributed.is_initialized()
+        if world not in ("", "1") and not joined:
+            agree.warn(
+                kfac.ranks,
+                f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
+                "call torch.distributed.init_process_group() before building model and optimizer",
+            )
 
     # ---- stepping ----
 
@@ -95,7 +109,6 @@ class KFACMixin(Optimizer):
         """Step covered parameters along K-FAC's directions, and let the base step the others.
 
         With the papers' methods, the base steps all parameters with preconditioned gradients.
-
         ``closure`` runs first, with gradients enabled. The step leaves ``p.grad`` unchanged.
         """
         loss = None
@@ -103,28 +116,39 @@ class KFACMixin(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         kfac, base, distributed = self.preconditioner, self._stepper, torch.distributed
-        # Some wrappers take over all attributes of an optimizer, which then ends.
+        # Some wrappers take over all attributes of an optimizer, which then ends. A strong
+        # reference would make a circle that keeps the model's tensors.
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
         joined = distributed.is_available() and distributed.is_initialized()
-        graphs = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if (joined and kfac.ranks.group is None) or graphs:
-            arguments.refuse_step(kfac)
+        if joined and kfac.ranks.group is None and distributed.get_world_size() > 1:
+            raise RuntimeError(
+                f"Invalid process group: its {distributed.get_world_size()} ranks joined after the "
+                "optimizer was built, so the optimizer would exchange nothing; build the optimizer "
+                "after init_process_group()"
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            why = "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
+            why += "which layers are due; run the training step outside of graphs"
+            raise RuntimeError(why)
         # Some users call step() under autocast, which is for the model's passes.
         autocast = torch._C._is_any_autocast_enabled()
         with products.without_autocast(self.device.type) if autocast else nullcontext():
             if kfac.unsettled:
                 self._settle_load()
             limits = base.limits and any(group["max_grad_norm"] for group in self.param_groups)
-            with gradients_of(clipped_gradients(self.param_groups)) if limits else nullcontext():
+            gradients = clipped_gradients(self.param_groups) if limits else None
+            with nullcontext() if gradients is None else bases.gradients_of(gradients):
                 exchanged = kfac.step(self.param_groups, base)
         # Entries hold views, which follow the tensors: most steps need not look.
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
             checkpoint.publish(kfac, self.state)
             self._published = kfac.groups.compilations, len(self.state)
-            if kfac.groups.facts is not None:  # the step has made, or changed, entries
+            # The step has made, or changed, entries. Without this, the facts of the next step would
+            # differ, and each step compile anew.
+            if kfac.groups.facts is not None:
                 kfac.groups.facts = base.facts(kfac.groups.plan)
             if exchanged and not all([x.has_average for x in kfac.registry.states.values()]):
-                self._notices.look(kfac)
+                self._warn_of_coverage()
         self._consolidated = None
         return loss
 
@@ -140,10 +164,23 @@ class KFACMixin(Optimizer):
         except Exception as error:
             self.preconditioner.status.note_failure(error, "the base optimizer's step")
 
+    def _warn_of_coverage(self) -> None:
+        registry = self.preconditioner.registry
+        # The search for calls of a layer has ended: it counted as covered at construction.
+        states = registry.states.items()
+        uncalled = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
+        look = uncalled, [p.requires_grad for p in registry.parameters]
+        if self._looked is not None and uncalled and look != self._looked:
+            text = reports.poor_coverage(self.preconditioner.coverage())
+            self._looked = None if text else look
+            if text:
+                agree.warn(self.preconditioner.ranks, text)
+
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and with them the statistics gathered since the last step."""
         super().zero_grad(set_to_none)
+        # Sums without their gradients would make averages of passes that no step has used.
         self.preconditioner.discard()
 
     def join_hook(self, **kwargs: Any) -> Any:
@@ -157,80 +194,55 @@ class KFACMixin(Optimizer):
     @property
     def device(self) -> torch.device:
         """The device of the first parameter; a first group may be empty."""
-        parameters = (p for group in self.param_groups for p in group["params"])
-        device: torch.device = next(parameters).device
-        return device
+        first: Tensor = next(p for group in self.param_groups for p in group["params"])
+        return first.device
 
     # ---- parameter groups ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its ``damping`` and ``factor_decay`` may be numbers or callables."""
-        schedules: dict[str, Callable[[int], Any]] = {}
         if not isinstance(param_group, dict):
             return super().add_param_group(param_group)  # which refuses it
-        for name in sorted(arguments.OF_ALL.difference(self.defaults) & param_group.keys()):
-            why = (
-                f"{param_group[name]!r} in a parameter group; it is one for the whole optimizer, "
-                "pass it as an argument"
-            )
+        for name in sorted(_NO_KEYS.keys() & param_group.keys() - self.defaults.keys()):
+            why = f"{param_group[name]!r} in a parameter group; {_NO_KEYS[name]}"
             raise invalid_because(name, why)
-        if "use_muon" in param_group:
-            why = f"{param_group['use_muon']!r} in a parameter group; {FORMER['use_muon']}"
-            raise invalid_because("use_muon", why)
-        for name, check in PER_GROUP.items():
-            value = param_group.setdefault(name, self._group_defaults[name])
+        settings, is_built = self._kfac_options, hasattr(self, "preconditioner")
+        schedules: options.Schedules = {}
+        for name in PER_GROUP:
+            value = param_group.setdefault(name, getattr(settings, name))
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                # from a group that follows the schedule already, if any
-                of_groups = zip(self.param_groups, self._group_schedules, strict=True)
-                known = [group[name] for group, x in of_groups if x.get(name) is value]
-                built = hasattr(self, "preconditioner")
-                value = known[0] if known else value(self.preconditioner.steps if built else 0)
-            param_group[name] = check(value)
+                value = value(self.preconditioner.steps if is_built else 0)
+            param_group[name] = options.check(name, value)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)
         group = self.param_groups[-1]
-        options = self._kfac_options
-        if options.compute_method != "polar":  # which has no clip
+        if not settings.is_polar:  # which has no clip
             # α of the clip: fixed at construction, so that a schedule of lr has effect
-            is_fixed = options.kl_clip_lr == "initial" and group.get("lr") is not None
+            is_fixed = settings.kl_clip_lr == "initial" and group.get("lr") is not None
             group.setdefault("kl_clip_lr", float(group["lr"]) if is_fixed else "current")
-        if options.kl_clip is not None and group.get("kl_clip_lr") == 0:
-            warnings.warn(
-                "lr 0 at construction turns the KL clip off; build the optimizer with the peak lr "
-                'and let a schedule start lower, or use kl_clip_lr="current"',
-                stacklevel=5,
-            )
-        self._cover(group)
-
-    def _cover(self, group: dict[str, Any]) -> None:
-        """Match the model with a group that was added, or take the group back."""
+        if settings.kl_clip is not None and group.get("kl_clip_lr") == 0:
+            text = "lr 0 at construction turns the KL clip off; build the optimizer with the peak "
+            text += 'lr and let a schedule start lower, or use kl_clip_lr="current"'
+            warnings.warn(text, stacklevel=5)
         self._consolidated = None
-        is_built = hasattr(self, "preconditioner")
         try:
             refuse_lost_damping(group)
-            polar = self._kfac_options.compute_method == "polar"
-            if polar and "lr" in group and group["lr"] is None and group.get("weight_decay"):
-                why = (
-                    f"None with weight_decay={group['weight_decay']!r}; covered weights decay by "
-                    "lr * weight_decay: give lr a number, or set weight_decay=0"
-                )
+            decay, has_no_rate = group.get("weight_decay"), group.get("lr", 0.0) is None
+            if settings.is_polar and has_no_rate and decay:
+                why = f"None with weight_decay={decay!r}; covered weights decay by lr * "
+                why += "weight_decay: give lr a number, or set weight_decay=0"
                 raise invalid_because("lr", why)
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
         except ValueError:
+            # A refused group must leave no trace: later steps, copies and saves walk all groups.
             self.param_groups.pop()
             self._group_schedules.pop()
             if is_built:
                 self.preconditioner.rebuild(self.param_groups)
             raise
-
-    def has_schedule(self, name: str) -> bool:
-        """Return whether a hyperparameter was given as a callable of the step."""
-        if name in PER_GROUP:
-            return any(name in schedules for schedules in self._group_schedules)
-        return name in SCHEDULED and callable(getattr(self._kfac_options, name))
 
     # ---- state ----
 
@@ -238,18 +250,29 @@ class KFACMixin(Optimizer):
         """Return the base optimizer's state and K-FAC's; no collective is called.
 
         On several ranks, K-FAC's state and the momenta are this rank's share, and a warning names
-        the other ranks' shares, unless all ranks have called :meth:`consolidate_state_dict` since
-        the last step. ``torch.distributed.checkpoint`` saves the shares of all ranks and needs no
-        consolidation.
+        what it lacks, unless all ranks have called :meth:`consolidate_state_dict` since the last
+        step. ``torch.distributed.checkpoint`` saves the shares of all ranks.
         """
         if self._consolidated is None:
             checkpoint.warn_of_share(self)
         # Run before the user's own hooks, so that they see the whole state.
-        handle = self.register_state_dict_post_hook(_complete, prepend=True)
+        handle = self.register_state_dict_post_hook(KFACMixin._complete, prepend=True)  # type: ignore[arg-type]
         try:
             return super().state_dict()
         finally:
             handle.remove()
+
+    def _complete(self, state_dict: dict[str, Any]) -> None:
+        # A rank's share is saved alone: a view, once pickled, would take its whole stack along.
+        if not self.preconditioner.status.alone:
+            state_dict["state"] = checkpoint.compact(state_dict["state"])
+        if self._consolidated is None:
+            return
+        # Entries are the live dictionaries: a merge in place would hand the base others' state.
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for index, p in enumerate(parameters):
+            if entry := self._consolidated[1].get(p):
+                state_dict["state"][index] = {**state_dict["state"].get(index, {}), **entry}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring K-FAC's state of all ranks to rank ``to`` of the process group; all ranks call.
@@ -261,6 +284,7 @@ class KFACMixin(Optimizer):
         if not isinstance(to, int) or not 0 <= to < ranks.world:
             must = f"it must be a rank of the process group, 0 to {ranks.world - 1}"
             raise invalid("to", to, must)
+        # First, since all ranks must know the layers whose momenta they are to send.
         self._settle_load()
         momentum, momenta = self.base_part.momentum, self.momenta()
         entries = checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
@@ -269,11 +293,11 @@ class KFACMixin(Optimizer):
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
         kfac = self.preconditioner
-        registry, (ready, mine) = kfac.registry, kfac.groups.stepped()
+        registry, (ready, stored) = kfac.registry, kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
         sharded = {p for layer in registry.sharded for p in layer.parameters}
         begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
-        return self.base_part.momenta(begun, mine)
+        return self.base_part.momenta(begun, stored)
 
     def base_state_dict(self) -> dict[str, Any]:
         """Return a state that a plain optimizer of the base class loads, without K-FAC's part.
@@ -284,10 +308,8 @@ class KFACMixin(Optimizer):
         kfac = self.preconditioner
         whole = self._consolidated is not None and self._consolidated[0] == kfac.ranks.rank
         if not kfac.status.alone and not whole:
-            raise RuntimeError(
-                "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) on "
-                "all ranks first, and base_state_dict() on that rank"
-            )
+            why = "base_state_dict() needs the whole state: call consolidate_state_dict(to=rank) "
+            raise RuntimeError(why + "on all ranks first, and base_state_dict() on that rank")
         return checkpoint.of_base(self, self.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -322,76 +344,159 @@ class KFACMixin(Optimizer):
         if uneven is None:
             return
         if not self.base_part.second:  # other ranks may lack the state of a layer
-            ready, _ = self.preconditioner.groups.stepped()
-            self.base_part.stepped &= ready
+            self.base_part.stepped &= self.preconditioner.groups.stepped()[0]
         for p in [p for layer in uneven for p in layer.parameters]:
             self.base_part.release(state[p])
             self.base_part.stepped.discard(p)
         if uneven:
             names = checkpoint.abridged([repr(layer.name) for layer in uneven], between=", ")
-            agree.warn(
-                self.preconditioner.ranks,
+            text = (
                 f"only some ranks have loaded the momenta of {names}, which begin anew on all "
                 "ranks; call consolidate_state_dict() before a save, and load the same state on "
-                "all ranks",
+                "all ranks"
             )
+            agree.warn(self.preconditioner.ranks, text)
+
+    # ---- copies ----
+
+    def __reduce__(self) -> Any:
+        # A class made at run time can't be imported by its name: its base finds it again.
+        cls = type(self)
+        if _FAMILY.get(cls._base) is cls:
+            return _blank, (cls._base,), self.__getstate__()
+        return copyreg.__newobj__, (cls,), self.__getstate__()  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._kfac_process_group is not None:
-            raise TypeError(
-                "an optimizer with process_group= can't be copied or pickled, since no process "
-                "group can; save its state_dict()"
-            )
-        kept = ("_kfac_model", "_group_defaults", "_group_schedules")
-        base = super().__getstate__()
+        if self._kfac_options.process_group is not None:
+            why = "an optimizer with process_group= can't be copied or pickled, since no process "
+            raise TypeError(why + "group can; save its state_dict()")
+        base, settings = super().__getstate__(), self.preconditioner.hyperparameters
         return {
             **base,
             "state": defaultdict(dict, checkpoint.compact(base["state"])),
-            **{name: self.__dict__[name] for name in kept},
-            "_kfac_options": self.preconditioner.hyperparameters.current_options(),
+            "_kfac_model": self._kfac_model,
+            "_kfac_options": self._kfac_options.having(settings.values | settings.schedules),
+            "_group_schedules": self._group_schedules,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
-            if "preconditioner" in self.__dict__:
-                load = self.__dict__.get("_loaded") or checkpoint.Load(self)
-                load.anew = self._resume(load.entries)
+            load = self.__dict__.get("_loaded") or checkpoint.Load(self)
+            load.anew = self._resume(load.entries)
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])
         super().__setstate__(state)
-        self._kfac_process_group = None
         known = [p for group in self.param_groups for p in group["params"]]
-        self._start(known, compare=False)  # one rank alone may make a copy
+        # One rank alone may make a copy: a comparison would wait for the others without end.
+        self._start(known, compare=False)
         self._resume(entries)
 
     def _resume(self, entries: checkpoint.Entries) -> list[str]:
-        """Continue from loaded tensors."""
         self._consolidated = None
         # The base begins these anew, if it is to step them: a layer's factors may be missing.
         base = self.base_part
-        base.stepped = {p for p, own in self.state.items() if bases.lacks_second(base, own)}
-        restored = checkpoint.restore(self.preconditioner, entries)
+        base.stepped = {p for p, entry in self.state.items() if bases.lacks_second(base, entry)}
+        anew = checkpoint.restore(self.preconditioner, entries)
         if not base.second:  # only gradient workers have these momenta
-            ready, _ = self.preconditioner.groups.stepped()
-            base.stepped |= ready
-        loaded = {p for p, ours in entries.items() if ours}
+            base.stepped |= self.preconditioner.groups.stepped()[0]
+        loaded = {p for p, entry in entries.items() if entry}
         # The base begins these anew, by an entry that is absent.
         foreign = checkpoint.foreign_moments(self.preconditioner, entries)
         loaded.difference_update(p for layer in foreign for p in layer.parameters)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
-        return restored
+        return anew
 
 
-def _complete(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Add tensors that came from other ranks; the other entries stay as they are."""
-    assert isinstance(optimizer, KFACMixin)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gathered = {} if optimizer._consolidated is None else optimizer._consolidated[1]
-    status = optimizer.preconditioner.status
-    if not status.alone:  # each rank's share is saved, or sent, alone
-        state_dict["state"] = checkpoint.compact(state_dict["state"])
-    for index, p in enumerate(parameters):
-        if entry := gathered.get(p):
-            state_dict["state"][index] = {**state_dict["state"].get(index, {}), **entry}
+# ---- the family ----
+
+# K-FAC needs one gradient a step, dense, and makes it orthogonal itself.
+_REFUSED = {
+    "LBFGS": "it evaluates the closure several times a step and approximates the curvature itself",
+    "SparseAdam": "it takes sparse gradients only",
+    "Muon": "steps of KFACAdam are orthogonalized already; use KFACAdam",
+    "ZeroRedundancyOptimizer": "it would lose K-FAC's state in saves; give the class that it "
+    f"wraps: {_SPREADS}",
+}
+
+_FAMILY: dict[type[Optimizer], type[KFACMixin]] = {}
+
+
+def _sign(cls: type[KFACMixin]) -> type[KFACMixin]:
+    parameters = inspect.signature(cls._base.__init__).parameters.values()
+    variadic, keyword = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD), Parameter.KEYWORD_ONLY
+    _, *first = [p for p in parameters if p.kind not in variadic]  # without self
+    annotation = "nn.Module | Iterable[Any] | None"
+    first[:1] = [p.replace(annotation=annotation) for p in first[:1]]  # a base of *args has none
+    first.append(Parameter("model", keyword, default=None, annotation="nn.Module | None"))
+    lines = ["K-FAC's options; those marked (s) may be callables of the step."]
+    for section, declared in SECTIONS.items():
+        lines += ["", f"{section}:"]
+        for x in declared:
+            first.append(Parameter(x.name, keyword, default=x.default, annotation=x.annotation))
+            text = f"{x.name}: {x.help}{' (s)' if x.schedulable else ''}"
+            lines += textwrap.wrap(text, 92, initial_indent="    ", subsequent_indent=" " * 8)
+    cls.__signature__ = inspect.Signature(first)  # type: ignore[attr-defined]
+    cls.__doc__ = "\n".join([inspect.cleandoc(cls.__doc__ or ""), "", *lines])
+    _FAMILY[cls._base] = cls  # one class a base: copies find theirs by it
+    return cls
+
+
+def with_kfac(base: type[Optimizer]) -> type[Any]:
+    """Return a K-FAC class over any dense optimizer class: ``with_kfac(torch.optim.RAdam)``.
+
+    Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
+    """
+    if isinstance(base, Optimizer):
+        why = "this is an optimizer already; give its class: with_kfac"
+        raise invalid_because("base", f"{why}({type(base).__name__})(model, ...)")
+    if not (isinstance(base, type) and issubclass(base, Optimizer)):
+        raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
+    if issubclass(base, KFACMixin):
+        raise invalid_because("base", f"{base.__name__} has K-FAC inside already; use it as it is")
+    # By names: torch 2.8 has no Muon, and its module of ZeRO may not be there to be imported.
+    for kind in base.__mro__:
+        if kind.__name__ in _REFUSED and kind.__module__.startswith("torch."):
+            why = f"{base.__name__} can't take K-FAC: {_REFUSED[kind.__name__]}"
+            raise invalid_because("base", why)
+    if base not in _FAMILY:
+        members = {"_base": base, "__doc__": f"{base.__name__} with K-FAC."}
+        _sign(type(f"KFAC{base.__name__}", (KFACMixin, base), members))
+    return _FAMILY[base]
+
+
+def _blank(base: type[Optimizer]) -> KFACMixin:
+    cls: type[KFACMixin] = with_kfac(base)
+    return cls.__new__(cls)
+
+
+@_sign
+class KFACSGD(KFACMixin, torch.optim.SGD):
+    """torch.optim.SGD with K-FAC inside: ``KFACSGD(model, lr=0.1, momentum=0.9, ...)``.
+
+    Each layer steps along K-FAC's direction until the loss has fallen, to first order, as by SGD.
+    """
+
+    _base = torch.optim.SGD
+
+
+@_sign
+class KFACAdam(KFACMixin, torch.optim.Adam):
+    """torch.optim.Adam with K-FAC inside: ``KFACAdam(model, lr=1e-3, ...)``.
+
+    Each layer steps along K-FAC's direction until the loss has fallen, to first order, as by Adam.
+    """
+
+    _base = torch.optim.Adam
+
+
+@_sign
+class KFACLAMB(KFACMixin, LAMB):
+    """LAMB with K-FAC inside: ``KFACLAMB(model, lr=1e-3, ...)``.
+
+    K-FAC's directions are as long as :class:`KFACAdam`'s; LAMB clips gradients, adds its weight
+    decay and multiplies by its trust ratio.
+    """
+
+    _base = LAMB

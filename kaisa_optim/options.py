@@ -1,6 +1,6 @@
-"""The K-FAC options, each declared once: signatures, checks and documentation are derived.
+"""The K-FAC options, each declared once, the values that change, and arguments of constructors.
 
-Some may change at any time: :class:`Hyperparameters` has their values of now.
+Signatures, checks and documentation are made from the declarations.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, make_dataclass
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from .errors import check_callable, check_flag, invalid, invalid_because, is_real, unexpected
+from .errors import check_callable, invalid, invalid_because, is_real, unexpected
 from .plan.assignment import WorkAssignment, check_fraction, choose
 from .plan.facts import WIDEST
 
@@ -27,33 +27,27 @@ if TYPE_CHECKING:
     from .capture.hooks import Capture
     from .curvature.averages import FactorSums
 
-Check = Callable[[str, Any], Any]
-Schedule = Callable[[int], Any]
+Check = Callable[[str, Any], Any]  # from name and value to the settled value
+Schedules = dict[str, Callable[[int], Any]]  # by the names of options
 Group = dict[str, Any]  # one of the optimizer's param_groups
 AUTO = "auto"  # the fraction is chosen by a plan
-
-# The defaults. With 1e-2, 1e-4 and refreshes every 100 steps, KFACSGD took 1.67 times the steps of
-# its tuned self on Fashion-MNIST. With these values it ended lower on all five tasks tried.
-DAMPING, KL_CLIP = 5e-3, 1.5e-4
-# λ of "polar", a share of each factor's mean eigenvalue.
-_SHARE = 0.01
 
 # The factors of the first batches fit badly, and change less the longer they are averaged. With
 # these refreshes, an interval of 100 ends as one of 20 did: digits at 0.114 and 0.116, a GPT on
 # characters after 150 steps at 2.051 and 2.052. Without them it ends at 0.120 and 2.083.
 EARLY = (5, 10, 20, 30, 40, 60, 80, 130, 160)
-_POLAR_EVERY, _EVERY = 100, 50  # for "polar", and for the papers' methods
 
 
-# ---- checks: (name, value) -> the settled value ----
+def _is_among(value: Any, choices: tuple[Any, ...]) -> bool:
+    # 1 and 0 equal True and False, but are no choices; an array would be compared by entries.
+    return any(value is x or (isinstance(value, str) and value == x) for x in choices)
 
 
-def _number(
-    fits: Callable[[float], bool], must: str, *, whole: bool = False, none: bool = False
-) -> Check:
-    def check(name: str, value: Any) -> float | None:
-        if none and value is None:
-            return None
+def _number(fits: Callable[[float], bool], must: str, *besides: Any, whole: bool = False) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if _is_among(value, besides):
+            return value
+        # NaN fails every comparison: each ``fits`` must be one, and no negation of one.
         if not is_real(value) or not fits(value) or (whole and not float(value).is_integer()):
             raise invalid(name, value, f"it must be {must}")
         return int(value) if whole else float(value)
@@ -63,8 +57,7 @@ def _number(
 
 def _one_of(*choices: Any, must: str = "") -> Check:
     def check(name: str, value: Any) -> Any:
-        # 1 and 0 equal True and False, but are no choices.
-        if not any(value is x or (isinstance(x, str) and value == x) for x in choices):
+        if not _is_among(value, choices):
             raise invalid(name, value, must or f"choose from {', '.join(map(repr, choices))}")
         return value
 
@@ -79,8 +72,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
-def check_budget(name: str, value: Any) -> int | float | None:
-    """Return whole bytes, a share in (0, 1), or ``None``; refuse other values."""
+def _budget(name: str, value: Any) -> int | float | None:
+    # Callers tell a share from bytes by the type, so that whole bytes must never stay a float.
     if value is None:
         return None
     size = value
@@ -88,12 +81,9 @@ def check_budget(name: str, value: Any) -> int | float | None:
         parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", value, flags=re.I)
         size = float(parts[1]) * _UNITS[(parts[2] or "").lower()] if parts else 0.0
         size = size if size >= 1 else 0.0  # "0.5" might be meant as a share
-    if not is_real(size) or not 0 < size < math.inf:
-        must = (
-            'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1) '
-            "of what the device has free"
-        )
-        raise invalid(name, value, must)
+    if not is_real(size) or not _above_zero(size):
+        must = 'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1)'
+        raise invalid(name, value, must + " of what the device has free")
     return float(size) if size < 1 else int(size)
 
 
@@ -108,16 +98,6 @@ def _grad_scaler(name: str, value: Any) -> Any:
     return value
 
 
-def _loss_terms(name: str, value: Any) -> str | float:
-    if isinstance(value, str) and value in ("examples", "positions"):
-        return value
-    must = (
-        '"examples", "positions" or the number of terms, above 0, that the losses of one step '
-        "average on this rank"
-    )
-    return _number(_above_zero, must)(name, value)
-
-
 def _patterns(name: str, value: Any) -> tuple[str, ...]:
     patterns = [value] if isinstance(value, str) else value
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
@@ -127,30 +107,9 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise invalid_because(
-                name,
-                f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally",
-            ) from None
+            why = f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally"
+            raise invalid_because(name, why) from None
     return tuple(patterns)
-
-
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        must = "a floating torch.dtype, or None for float32 (float64 for float64 parameters)"
-        raise invalid(name, value, f"it must be {must}")
-    return value
-
-
-# ---- declarations ----
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Values of another option with which an option has no meaning."""
-
-    other: str
-    values: tuple[Any, ...]
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -165,51 +124,61 @@ class Option:
     scope: str = "construction"  # "group" of parameters, "optimizer" (may be set) or "construction"
     schedulable: bool = False  # takes a callable of the step
     follows: Callable[[Options], Any] | None = None  # the value that None stands for
-    conflicts: tuple[Conflict, ...] = ()
+    conflict: tuple[str, Any, str] | None = None  # with a value of another option, and the cause
     of_papers: bool = False  # it belongs to the papers' preconditioned gradients
     own_of_rank: bool = False  # ranks may set different values
     guide: str = ""  # page and anchor in docs/guides
 
+    def settled(self, value: Any, options: Options) -> Any:
+        """Return the checked value, or the value that None stands for beside other options."""
+        if value is None and self.follows is not None:
+            return self.follows(options)
+        return self.check(self.name, value)
+
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
-_WITHOUT_K = Conflict("normalization", ("kaisa",), "the papers' normalization has no K")
+_WITHOUT_K = "normalization", "kaisa", "the papers' normalization has no K"
+_FLAG_OR_NONE = _one_of(
+    True, False, None, must="it must be True or False, or None for what follows from other options"
+)
 _INTERVAL = _number(lambda x: x >= 1, "a whole number of steps, at least 1", whole=True)
 
 
+# Defaults of the papers' methods: with a damping of 1e-2, a clip of 1e-4 and refreshes every 100
+# steps, KFACSGD took 1.67 times the steps of its tuned self on Fashion-MNIST. With 5e-3, 1.5e-4 and
+# 50 steps it ended lower on all five tasks tried.
 # fmt: off
 _CURVATURE = (
     Option("damping", None, f"{_FLOAT} | None",
            _number(_above_zero, "a number above 0, such as 1e-2"),
            'Added to the curvature; a parameter group may have its own. Of "polar" it is a share '
            "of each factor's mean eigenvalue. None: 0.01, or 0.005 for the other methods.",
-           "group", schedulable=True,
-           follows=lambda options: _SHARE if options.compute_method == "polar" else DAMPING),
+           "group", schedulable=True, follows=lambda x: 0.01 if x.is_polar else 5e-3),
     Option("factor_decay", 0.95, _FLOAT, _number(lambda x: 0 <= x <= 1, "in [0, 1], such as 0.95"),
            "β of the factors' running average; a parameter group may have its own. 0: the newest "
-           "statistics replace the average.",
-           "group", schedulable=True),
-    Option("loss_terms", "examples", f"str | {_FLOAT}", _loss_terms,
+           "statistics replace the average.", "group", schedulable=True),
+    Option("loss_terms", "examples", f"str | {_FLOAT}",
+           _number(_above_zero, '"examples", "positions" or the number of terms, above 0, that '
+                   "the losses of one step average on this rank", "examples", "positions"),
            'What the loss averages: "examples" (the first dimension of the model\'s input), '
            '"positions", or their number.',
-           "optimizer", schedulable=True, own_of_rank=True, conflicts=(_WITHOUT_K,),
+           "optimizer", schedulable=True, own_of_rank=True, conflict=_WITHOUT_K,
            of_papers=True, guide="losses.md#what-k-is"),
     Option("loss_reduction", "mean", "str", _one_of("mean", "sum"),
            '"sum" for a loss that does not average. W ranks, which average gradients, then equal '
            "one process on the joined sum at W times their damping.",
-           conflicts=(_WITHOUT_K,), of_papers=True, guide="losses.md#what-k-is"),
+           conflict=_WITHOUT_K, of_papers=True, guide="losses.md#what-k-is"),
     Option("weight_sharing", "expand", "str", _one_of("expand", "reduce"),
            '"expand": one row for each position; "reduce": one row for each example.',
-           conflicts=(_WITHOUT_K,)),
+           conflict=_WITHOUT_K),
     Option("statistics_fraction", None, f"{_FLOAT} | None",
            _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
-                 "examples", none=True),
+                   "examples"),
            "The part of the examples from which statistics are taken; 1: all. None: so many that "
            "at least 8,192 rows of a layer are read, and four for each column of its wider side, "
            'of 32 examples or more; all with "eigen", "inverse" and weight_sharing="reduce".',
-           "optimizer", schedulable=True,
-           follows=lambda options: None
-           if options.compute_method == "polar" and options.weight_sharing == "expand" else 1.0,
-           guide="tuning.md#statistics-of-a-part-of-the-batch"),
+           "optimizer", schedulable=True, guide="tuning.md#statistics-of-a-part-of-the-batch",
+           follows=lambda x: None if x.is_polar and x.weight_sharing == "expand" else 1.0),
     Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
            "The precision of the statistics' float32 products, as in "
            'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
@@ -225,10 +194,8 @@ _CURVATURE = (
     Option("max_factor_size", None, "float | None", _number(lambda x: x >= 1, "1 or more"),
            "A side wider than this gets a diagonal factor. Decompositions take time as the cube "
            "of the side: minutes at 9,000 on one core of a CPU. None: 16,384, and 513 for a side "
-           "at least 64 times as wide as the other, such as an adapter's, with "
-           '"polar".',
-           follows=lambda options: None
-           if options.compute_method == "polar" and not options.kaisa_scaling else WIDEST),
+           'at least 64 times as wide as the other, such as an adapter\'s, with "polar".',
+           follows=lambda x: None if x.is_polar and not x.kaisa_scaling else WIDEST),
 )
 _REFRESHES = (
     Option("factor_update_steps", 10, _STEPS, _INTERVAL,
@@ -238,14 +205,13 @@ _REFRESHES = (
            'The interval, in steps, at which a layer is refreshed. None: 100 for "polar", else 50. '
            "Steps 5, 10, 20, 30, 40, 60, 80, 130 and 160 refresh everything, too, where the "
            'interval is longer than the gap before them, unless normalization is "kaisa".',
-           "optimizer", schedulable=True,
-           follows=lambda options: _POLAR_EVERY if options.compute_method == "polar" else _EVERY,
-           guide="tuning.md#where-to-start"),
-    Option("staggered", None, "bool | None", functools.partial(check_flag, none=True),
+           "optimizer", schedulable=True, guide="tuning.md#where-to-start",
+           follows=lambda x: 100 if x.is_polar else 50),
+    Option("staggered", None, "bool | None", _FLAG_OR_NONE,
            "True: layers gather in two steps of their interval, whole shapes divided by their "
            "cost, and in more only where sums are large; refreshes follow in the same steps. "
            'False: all layers in one step. None: True, unless normalization is "kaisa".',
-           follows=lambda options: not options.kaisa_scaling),
+           follows=lambda x: not x.kaisa_scaling),
     Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
            '"polar": K-FAC\'s direction, as long as the base\'s own step lowers the loss; "eigen" '
            'and "inverse": the papers\' preconditioned gradients, by eigendecompositions or by '
@@ -253,40 +219,40 @@ _REFRESHES = (
     Option("damping_split", None, "str | None", _one_of("pi", "full"),
            'The damping of inverses: "pi", divided between A and G, or "full", on both. '
            'None: "pi", or "full" if normalization is "kaisa".',
-           follows=lambda options: None if options.compute_method != "inverse"
-           else "full" if options.kaisa_scaling else "pi",
-           of_papers=True,
-           conflicts=(Conflict("compute_method", ("eigen",),
-                               "the eigenbasis applies the exact damping"),)),
-    Option("compute_eigenvalue_outer_product", False, "bool", check_flag,
+           follows=lambda x: None if x.compute_method != "inverse"
+           else "full" if x.kaisa_scaling else "pi", of_papers=True,
+           conflict=("compute_method", "eigen", "the eigenbasis applies the exact damping")),
+    Option("compute_eigenvalue_outer_product", False, "bool",
+           _one_of(True, False, must="it must be True or False"),
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
-           conflicts=(Conflict("compute_method", ("inverse",), "inverses have no eigenvalues"),),
-           of_papers=True),
+           conflict=("compute_method", "inverse", "inverses have no eigenvalues"), of_papers=True),
     Option("factor_dtype", None, "torch.dtype | None",
            _one_of(None, torch.float32, torch.float64, must="it must be torch.float32, "
                    "torch.float64, or None for the arithmetic's: averages in fewer digits are "
                    "indefinite; inv_dtype takes torch.bfloat16"),
            "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
            "or float64 for float64 parameters."),
-    Option("inv_dtype", None, "torch.dtype | None", _dtype,
+    Option("inv_dtype", None, "torch.dtype | None",
+           _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64,
+                   must="it must be a floating torch.dtype, or None for float32 (float64 for "
+                   "float64 parameters)"),
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
     Option("max_failures", None, "int | None",
-           _number(lambda x: x >= 0, "a count, 0 or more, or None", whole=True, none=True),
+           _number(lambda x: x >= 0, "a count, 0 or more, or None", None, whole=True),
            "Refreshes of one layer that may fail in a row. None: any number.",
            guide="troubleshooting.md#nan-or-a-jump"),
 )
 _STEP = (
-    Option("kl_clip", KL_CLIP, f"{_FLOAT} | None",
-           _number(_above_zero, "a number above 0, or None for no clip", none=True),
+    Option("kl_clip", 1.5e-4, f"{_FLOAT} | None",
+           _number(_above_zero, "a number above 0, or None for no clip", None),
            "κ of the KL clip, which limits the length of a step. None: no limit.",
            "optimizer", schedulable=True, of_papers=True),
     Option("kl_clip_lr", None, "str | None", _one_of("initial", "current"),
            'The learning rate in the clip: "initial", a group\'s lr at construction, or "current". '
            'None: "initial", or "current" if normalization is "kaisa".',
-           follows=lambda options: "current" if options.kaisa_scaling else "initial",
-           of_papers=True),
+           follows=lambda x: "current" if x.kaisa_scaling else "initial", of_papers=True),
 )
 _RANKS = (
     Option("grad_worker_fraction", None, "float | str | None",
@@ -295,9 +261,8 @@ _RANKS = (
            "The share of the ranks that work for a layer: the smaller, the less memory, and the "
            "more communication. With 1/R on several hosts of R ranks, directions stay on their "
            'host, which may be faster. "auto": the fastest that memory_budget allows. None: as '
-           "assignment says.",
-           guide="ranks.md#which-to-take"),
-    Option("memory_budget", None, "int | float | str | None", check_budget,
+           "assignment says.", guide="ranks.md#which-to-take"),
+    Option("memory_budget", None, "int | float | str | None", _budget,
            "The memory of a rank for weights, gradients, the base's state and K-FAC's, without "
            'activations: bytes, a text such as "4GiB", or, on CUDA, a share of what the device '
            'has free, beside the weights. None: 0.5 with "auto" on CUDA.'),
@@ -305,8 +270,8 @@ _RANKS = (
            'The ranks that work for a layer: one ("layer-wise"), a share ("hybrid"), all ("opt"), '
            'or as a WorkAssignment says. None: "layer-wise", or "hybrid" with '
            "grad_worker_fraction.",
-           conflicts=(Conflict("grad_worker_fraction", (AUTO,), "a plan chooses the strategy"),)),
-    Option("colocate_factors", None, "bool | None", functools.partial(check_flag, none=True),
+           conflict=("grad_worker_fraction", AUTO, "a plan chooses the strategy")),
+    Option("colocate_factors", None, "bool | None", _FLAG_OR_NONE,
            "Keep both factors of a layer on one rank. None: as the assignment says."),
     Option("bucket_cap_mb", 25.0, "float", _number(_above_zero, "a number of MiB above 0"),
            "MiB that travel in one call; for each rank, of sharded gradients and of sums on the "
@@ -320,25 +285,23 @@ _RANKS = (
     Option("process_group", None, "Any", lambda _, value: value,
            "The ranks that train this model. None: the default group."),
     Option("verify_every", None, "int | None",
-           _number(lambda x: x >= 1, "a whole number of steps, or None", whole=True, none=True),
+           _number(lambda x: x >= 1, "a whole number of steps, or None", None, whole=True),
            "The interval, in steps, after which ranks compare the weights of covered layers in the "
            "next exchange that they hold anyway; 100 costs next to nothing. None: only in the "
            "first step."),
 )
 # fmt: on
-
 SECTIONS = {"Curvature": _CURVATURE, "Refreshes": _REFRESHES, "Steps": _STEP, "Ranks": _RANKS}
 OPTIONS = {option.name: option for section in SECTIONS.values() for option in section}
-PER_GROUP: dict[str, Callable[[Any], Any]] = {
-    name: functools.partial(option.check, name)
-    for name, option in OPTIONS.items()
-    if option.scope == "group"
-}
+PER_GROUP = tuple(name for name, option in OPTIONS.items() if option.scope == "group")
 SETTABLE = tuple(name for name, option in OPTIONS.items() if option.scope == "optimizer")
-SCHEDULED = tuple(name for name in SETTABLE if OPTIONS[name].schedulable)
 FIXED = tuple(name for name, option in OPTIONS.items() if option.scope == "construction")
-# Settings that ranks must have alike in every step.
+# Settings that ranks must have alike in every step: each exchange compares them. Without that, a
+# rank with another interval would gather in other steps, and wait for the others without end.
 SHARED = tuple(name for name in SETTABLE if not OPTIONS[name].own_of_rank)
+# Keys of a parameter group, beside the base's own. A load leaves them as they are where the saved
+# groups, of a plain optimizer, lack them.
+GROUP_KEYS = (*PER_GROUP, "kl_clip_lr")
 _INTERVALS = "factor_update_steps", "inv_update_steps"
 
 
@@ -347,31 +310,28 @@ def check(name: str, value: Any) -> Any:
     return OPTIONS[name].check(name, value)
 
 
-class Options(SimpleNamespace):
-    """The settled options of one optimizer, an attribute each; frozen.
+_FIELDS: Any = [(name, Any, option.default) for name, option in OPTIONS.items()]
+_Record: Any = make_dataclass("_Record", _FIELDS, frozen=True, kw_only=True)
 
-    ``None`` for an option that follows from others is settled here. A process group is no part of
-    the record, which can be pickled.
-    """
 
-    def __init__(self, **given: Any) -> None:
-        for name in given:
-            if name not in OPTIONS:
-                raise unexpected("Options", name, OPTIONS)
-        asked = {n: given.get(n, x.default) for n, x in OPTIONS.items() if n != "process_group"}
-        settled = self.__dict__
+@dataclass(frozen=True, init=False)
+class Options(_Record):
+    """The settled options of one optimizer, an attribute each; None is what follows from others."""
+
+    early: tuple[int, ...] = ()  # steps that gather and refresh everything
+    chosen: str = ""  # the reason for a fraction that a plan has chosen
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        settled = self.__dict__  # past the frozen record's __setattr__
+        asked = dict(settled)  # ``settled`` changes below; conflicts are of what was asked for
         for name, value in asked.items():
-            option = OPTIONS[name]
-            settled[name] = value
-            if option.schedulable and callable(value):
+            if OPTIONS[name].schedulable and callable(value):
                 check_callable(name, value, "step")
-            elif value is not None or option.follows is None:
-                settled[name] = check(name, value)
-        for name, option in OPTIONS.items():
-            if option.follows is not None and settled[name] is None:
-                settled[name] = option.follows(self)
-        # Numbers of the steps that gather and refresh everything, where the first batches' state
-        # would else be kept for long; a later interval changes none.
+            else:
+                settled[name] = OPTIONS[name].settled(value, self)
+        # The first batches' state would else stay in use for long. A later interval must not
+        # change these steps: ranks that set it in different steps would meet in different ones.
         every = self.inv_update_steps
         most = check("inv_update_steps", every(0)) if callable(every) else every
         pairs = () if self.kaisa_scaling else itertools.pairwise((0, *EARLY))
@@ -379,65 +339,52 @@ class Options(SimpleNamespace):
         # The papers' options first, since conflicts name them as remedies.
         for name in sorted(asked, key=lambda name: not OPTIONS[name].of_papers):
             self.refuse(name, asked[name])
-        settled["chosen"] = ""  # the reason for a fraction that a plan has chosen
-        if self.is_automatic:
+        if self.grad_worker_fraction == AUTO:
             return
         if self.memory_budget is not None:
-            why = (
-                f"{self.memory_budget!r} with grad_worker_fraction={self.grad_worker_fraction!r}, "
-                'which has no use for it; give grad_worker_fraction="auto", or leave it out'
-            )
+            why = f"{self.memory_budget!r} with grad_worker_fraction={self.grad_worker_fraction!r}"
+            why += ', which has no use for it; give grad_worker_fraction="auto", or leave it out'
             raise invalid_because("memory_budget", why)
         choose(self.assignment, self.grad_worker_fraction)  # refuses an unknown assignment
 
     def refuse(self, name: str, value: Any) -> None:
         """Refuse a value that was asked for, but has no use or no meaning with the others."""
-        option, method = OPTIONS[name], self.compute_method
-        # An unchecked tensor is not compared by ``==``.
+        option = OPTIONS[name]
+        # An unchecked tensor is not compared by ``==``: the result would be a tensor.
         plain = isinstance(value, int | float | str)
         if value is option.default or (plain and value == option.default):
             return
-        if option.of_papers and method == "polar":
-            why = (
-                f"{value!r} with compute_method={method!r}, which has no use for it; leave it out, "
-                'or name compute_method="eigen" or "inverse" for the papers\' gradients'
-            )
+        if option.of_papers and self.is_polar:
+            why = f"{value!r} with compute_method='polar', which has no use for it; leave it out, "
+            why += 'or name compute_method="eigen" or "inverse" for the papers\' gradients'
             raise invalid_because(name, why)
-        for conflict in option.conflicts if value is not None else ():
-            other = getattr(self, conflict.other)
-            if other in conflict.values:
-                why = f"{value!r} with {conflict.other}={other!r}: {conflict.reason}"
-                remedy = f"leave {name} out, or give {conflict.other} another value"
+        if option.conflict is not None and value is not None:
+            other, refused, reason = option.conflict
+            if getattr(self, other) == refused:
+                why = f"{value!r} with {other}={refused!r}: {reason}"
+                remedy = f"leave {name} out, or give {other} another value"
                 raise invalid_because(name, f"{why}; {remedy}")
 
     def having(self, values: Mapping[str, Any]) -> Options:
         """Return a copy with values that were checked where they were set."""
+        # dataclasses.replace would settle the copy anew, and with another interval its early steps.
         other = copy.copy(self)
         other.__dict__.update(values)
         return other
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{name} = {value!r}: options are settled; build another record")
-
     def described(self) -> dict[str, Any]:
-        """Return the values that ranks compare; all callables count as equal.
-
-        Parameter groups are compared with the groups. Each rank has a GradScaler of its own.
-        """
-        names = [n for n, option in OPTIONS.items() if option.scope != "group"]
-        values = {n: v for n, v in self.__dict__.items() if n in names}
+        """Return the values that ranks compare; options of groups are compared with the groups."""
+        # Ranks compare texts. The text of a process group, a scaler or a function has an address,
+        # which differs from rank to rank, so that none of these may be among the values.
+        compared = [n for n in (*SETTABLE, *FIXED) if n != "process_group"]
+        values = {name: getattr(self, name) for name in compared}
         values["grad_scaler"] = None if self.grad_scaler is None else "given"
         return {name: "a callable" if callable(v) else v for name, v in values.items()}
 
     @property
-    def is_automatic(self) -> bool:
-        """True if a plan is to choose the assignment."""
-        return isinstance(self.grad_worker_fraction, str)
-
-    def choosing(self, assignment: WorkAssignment, reason: str) -> Options:
-        """Return a copy with the assignment that a plan has chosen, and the reason."""
-        values = {"assignment": assignment, "grad_worker_fraction": None, "chosen": reason}
-        return self.having(values)
+    def is_polar(self) -> bool:
+        """True for K-FAC's directions, in place of the papers' preconditioned gradients."""
+        return bool(self.compute_method == "polar")
 
     @property
     def strategy(self) -> WorkAssignment:
@@ -450,180 +397,127 @@ class Options(SimpleNamespace):
         return bool(self.normalization == "kaisa")
 
 
-# ---- values that users and schedules may set at any time ----
-
-
 class Hyperparameters:
-    """Values that are checked when they are set; each setting that may change is a property."""
+    """The values of options that may change, checked where they are set, and intervals in force."""
 
     capture: Capture | None = None  # knows whether labels were drawn for this step
-    pending = True  # an interval may be another one from the next exchange on
-    fraction: Any = 1.0  # statistics_fraction, or its schedule
-    _is_built = False
 
     def __init__(
-        self,
-        options: Options,
-        sums: FactorSums,
-        group_schedules: list[dict[str, Schedule]],
-        *,
-        alone: bool,
-        aim: Callable[[], Callable[[], None] | None],
+        self, options: Options, sums: FactorSums, group_schedules: list[Schedules], alone: bool
     ) -> None:
-        """Take the options' values; ``aim`` is a weak reference to a function without arguments.
-
-        The function is called when a new value changes which layers gather, or which rows. A strong
-        reference would keep a model's tensors until Python looks for circles. Ranks that are not
-        ``alone`` compare both intervals, in an exchange, before these come into force.
-        """
-        self.options = options
-        self.sums = sums
-        self._aim = aim
-        self._values: dict[str, Any] = {}
-        self._schedules: dict[str, Schedule] = {}
-        self._group_schedules = group_schedules  # one dict a group, for damping and factor_decay
-        for name in SETTABLE:
-            value = getattr(options, name)
-            if name in SCHEDULED and callable(value):
-                self._schedules[name] = value
-                value = value(0)
-            self._set(name, value)
-        self.in_force: dict[str, int] = {}  # both intervals
-        # The groups' values in the last step, which need no check; None: some follow a schedule.
+        self.options, self.sums = options, sums
+        # The optimizer's own list, for damping and factor_decay: a copy would miss later groups.
+        self._group_schedules = group_schedules
+        settings = {name: getattr(options, name) for name in SETTABLE}
+        of_steps = {n: x for n, x in settings.items() if OPTIONS[n].schedulable and callable(x)}
+        self.schedules: Schedules = of_steps
+        self.values: dict[str, Any] = {}
+        for name, value in settings.items():
+            self._settle(name, value(0) if name in self.schedules else value)
+        # The groups' values in the last step, which need no check; None: they do.
         self.known: list[Any] | None = None
         self.take_intervals(0)
-        # Names of settings with an effect at once; scheduled intervals have one in each step.
-        self._aiming = ("statistics_fraction", *(_INTERVALS if alone else ()))
+        # Several ranks must not take an interval at once: they compare both in an exchange, and
+        # would else hold exchanges in other steps.
+        self._at_once = ("statistics_fraction", *(_INTERVALS if alone else ()))
         self.moves = alone and self.pending
-        self._is_built = True
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_built:
-            refuse_name(self, name, value)
-        super().__setattr__(name, value)
+    def set(self, name: str, value: Any) -> bool:
+        """Check and take a user's value; return True if other layers or rows are to gather."""
+        self._settle(name, value)
+        self.pending |= name in _INTERVALS
+        # A schedule takes the place of the value in the next step, on all ranks alike.
+        if name not in self._at_once or name in self.schedules:
+            return False
+        if name in _INTERVALS:
+            self.in_force[name] = self.values[name]
+        return True
 
-    def read(self, groups: list[Group], step: int) -> None:
-        """Read the step's values from schedules and from the groups, and check them."""
-        if len(groups) != len(self._group_schedules):
-            raise RuntimeError(
-                f"Invalid param_groups: {len(groups)} groups, {len(self._group_schedules)} were "
-                "added; use add_param_group, or build a new optimizer"
-            )
-        for group, schedules in zip(groups, self._group_schedules, strict=True):
-            for name, settled in PER_GROUP.items():
-                schedule = schedules.get(name)
-                # Users and schedulers write into groups, too.
-                group[name] = settled(group[name] if schedule is None else schedule(step))
-            refuse_lost_damping(group)
-        for name, schedule in self._schedules.items():
-            self._set(name, schedule(step))
-        self.note(groups)
-
-    def note(self, groups: list[Group]) -> None:
-        """Note the groups' values, which were checked."""
-        scheduled = self._schedules or any(self._group_schedules)
-        values = [group[name] for group in groups for name in PER_GROUP]
-        self.known = None if scheduled else values
-
-    def upcoming(self, name: str, step: int) -> Any:
-        """Return a value for the backward passes of a step, before the step reads its values."""
-        schedule = self._schedules.get(name)
-        return self._values[name] if schedule is None else check(name, schedule(step))
-
-    def take_intervals(self, step: int) -> None:
-        """Put both intervals into force."""
-        self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
-        self.pending = not self._schedules.keys().isdisjoint(_INTERVALS)
-
-    def scheduled_intervals(self, step: int) -> dict[str, int]:
-        """Return the values of scheduled intervals in the next step, for ranks to compare."""
-        names = [name for name in _INTERVALS if name in self._schedules]
-        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
-
-    def current_options(self) -> Options:
-        """Return the options with all values that have been set since construction."""
-        return self.options.having(self._values | self._schedules)
-
-    def _set(self, name: str, value: Any) -> None:
-        value = check(name, value)
-        if value is None and (follows := OPTIONS[name].follows) is not None:
-            value = follows(self.options)
+    def _settle(self, name: str, value: Any) -> None:
+        value = OPTIONS[name].settled(value, self.options)
         self.options.refuse(name, value)
         if name == "loss_terms":
-            former = self._values.get("loss_terms", value)
-            numbers = not isinstance(value, str) and not isinstance(former, str)
+            # K of the labels drawn for this step has the former meaning: a sum of drawn gradients
+            # that was divided by another K would scale G without a trace.
+            former = self.values.get("loss_terms", value)
             drawn = self.capture is not None and self.capture.draws > 0
-            if drawn and value != former and not numbers:
-                why = (
-                    f"{value!r} after sample_fisher, which drew for {former!r}; set it before, or "
-                    "give the optimizer a number as its argument"
-                )
+            if drawn and value != former and (isinstance(value, str) or isinstance(former, str)):
+                why = f"{value!r} after sample_fisher, which drew for {former!r}; set it before, "
+                why += "or give the optimizer a number as its argument"
                 raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
-        self._values[name] = value
-        self.pending |= name in _INTERVALS
-        if name == "statistics_fraction":
-            self.fraction = self._schedules.get(name, value)
-        if self._is_built and name in self._aiming and name not in self._schedules:
-            if name in _INTERVALS:
-                self.in_force[name] = value
-            aim = self._aim()
-            if aim is not None:
-                aim()
+        self.values[name] = value
 
+    def read(self, groups: list[Group], step: int) -> None:
+        """Read the step's values from schedules and from the groups, and check them."""
+        if len(groups) != len(self._group_schedules):
+            why = f"{len(groups)} groups, {len(self._group_schedules)} were added; use "
+            why += "add_param_group, or build a new optimizer"
+            raise RuntimeError(f"Invalid param_groups: {why}")
+        for group, schedules in zip(groups, self._group_schedules, strict=True):
+            for name in PER_GROUP:
+                schedule = schedules.get(name)
+                # Users and schedulers write into groups, too.
+                group[name] = check(name, group[name] if schedule is None else schedule(step))
+            refuse_lost_damping(group)
+        for name, schedule in self.schedules.items():
+            self._settle(name, schedule(step))
+        self.note(groups)
 
-def _setting(name: str) -> property:
-    """Return the property of one option that may change."""
-    return property(
-        lambda self: self._values[name],
-        lambda self, value: self._set(name, value),
-        doc=OPTIONS[name].help,
-    )
+    def note(self, groups: list[Group]) -> None:
+        """Note the groups' values, which were checked."""
+        # A step reads anew unless the groups hold the very same objects: with schedules, none may
+        # be noted, or a schedule would stop at its first value.
+        is_fixed = not (self.schedules or any(self._group_schedules))
+        self.known = [x[name] for x in groups for name in PER_GROUP] if is_fixed else None
 
+    def upcoming(self, name: str, step: int) -> Any:
+        """Return a value for the backward passes of a step, before the step reads its values."""
+        schedule = self.schedules.get(name)
+        return self.values[name] if schedule is None else check(name, schedule(step))
 
-for _name in SETTABLE:
-    setattr(Hyperparameters, _name, _setting(_name))
+    def take_intervals(self, step: int) -> None:
+        """Put both intervals into force."""
+        self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
+        # An interval may be another one from the next exchange on.
+        self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)
+
+    def scheduled_intervals(self, step: int) -> dict[str, int]:
+        """Return the values of scheduled intervals in the next step, for ranks to compare."""
+        names = [name for name in _INTERVALS if name in self.schedules]
+        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
 
 
 def refuse_name(owner: object, name: str, value: Any) -> None:
     """Refuse to set an option of groups, an option that is fixed, or a misspelled name."""
     if name in PER_GROUP:
-        raise AttributeError(
-            f"{name} = {value!r}: it belongs to the parameter groups; set "
-            f'optimizer.param_groups[i]["{name}"]'
-        )
-    if name in FIXED:
-        raise AttributeError(
-            f"{name} = {value!r}: it can only be given at construction; build the optimizer "
-            f"with {name}={value!r}"
-        )
-    if not (name.startswith("_") or hasattr(owner, name)):
+        why = f'it belongs to the parameter groups; set optimizer.param_groups[i]["{name}"]'
+    elif name in FIXED:
+        why = f"it can only be given at construction; build the optimizer with {name}={value!r}"
+    elif name.startswith("_") or hasattr(owner, name):
+        return
+    else:
         near = difflib.get_close_matches(name, SETTABLE, 1)
-        raise AttributeError(
-            f"{name} = {value!r}: the preconditioner has no {name}"
-            + (f"; did you mean {near[0]}?" if near else f"; {', '.join(SETTABLE)} can be set")
-        )
+        remedy = f"did you mean {near[0]}?" if near else f"{', '.join(SETTABLE)} can be set"
+        why = f"the preconditioner has no {name}; {remedy}"
+    raise AttributeError(f"{name} = {value!r}: {why}")
 
 
-def refuse_lost_damping(group: dict[str, Any]) -> None:
-    """Refuse a damping that the arithmetic of the group's parameters can't carry.
-
-    Where there is no curvature, the rounding of a gradient is divided by the damping: at a
-    ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
-    """
+def refuse_lost_damping(group: Group) -> None:
+    """Refuse a damping that the arithmetic of the group's parameters can't carry."""
+    # Where there is no curvature, the rounding of a gradient is divided by the damping: at a
+    # ten-thousandth of the relative rounding error, the result is 10,000 gradients long.
+    # Each step after a change asks, and parameters may be many: most steps must not walk them.
     if group["damping"] >= torch.finfo(torch.float32).eps / 10_000:
-        return  # each step asks, and parameters may be many
+        return
     for dtype in {torch.promote_types(p.dtype, torch.float32) for p in group["params"]}:
         least = torch.finfo(dtype).eps / 10_000
         if group["damping"] < least:
-            raise invalid(
-                "damping",
-                group["damping"],
-                f"with {dtype} arithmetic it must be at least {least:.2g}, or rounding "
-                "errors dominate the steps; use a larger one, such as 1e-3",
-            )
+            must = f"with {dtype} arithmetic it must be at least {least:.2g}, or rounding errors "
+            must += "dominate the steps; use a larger one, such as 1e-3"
+            raise invalid("damping", group["damping"], must)
 
 
 def rate_of(group: Group) -> Any:
@@ -633,14 +527,67 @@ def rate_of(group: Group) -> Any:
 
 
 def _scale_of(scaler: Any) -> Tensor | float:
-    """Read a loss scale without waiting for the device."""
-    if isinstance(scaler, Tensor) or is_real(scaler):
-        return scaler
-    if not callable(scaler):
+    scale = scaler() if callable(scaler) else scaler
+    if hasattr(scaler, "get_scale"):
+        # get_scale() reads the tensor's value: each backward pass would wait for the device.
         scale = getattr(scaler, "_scale", None)
-        return scale if isinstance(scale, Tensor) else scaler.get_scale()
-    scale = scaler()
+        scale = scale if isinstance(scale, Tensor) else scaler.get_scale()
     if not is_real(scale) and not isinstance(scale, Tensor):
         why = f"{scale!r} from its callable; a scale must be a number or a tensor"
         raise invalid_because("grad_scaler", why)
     return scale
+
+
+# ---- arguments of a constructor ----
+
+
+def separate(
+    title: str, known: Mapping[str, Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the base's keyword arguments and K-FAC's; refuse unknown and misplaced ones.
+
+    ``known`` are the parameters of the class that is built next, which may stand before the base.
+    """
+    ours = {n: v for n, v in kwargs.items() if n in OPTIONS}
+    of_base = {n: v for n, v in kwargs.items() if n not in ours}
+    unknown = [n for n in of_base if n not in known]
+    # A base with **kwargs may know more names than its signature shows.
+    if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
+        raise unexpected(title, unknown[0], OPTIONS, known)
+    second = args[0] if args and list(known)[1:2] == ["lr"] else None
+    if isinstance(second, Iterable) and not isinstance(second, Tensor | str):
+        why = f"parameters come first, and the model by name: {title}(parameters, model=model, "
+        why += f"...); {title}(model, ...) takes all of the model's"
+        raise invalid_because("second argument", why)
+    lr = of_base.get("lr", second)
+    if isinstance(lr, str) or callable(lr):
+        must = "it must be a number or a tensor; torch.optim.lr_scheduler.LambdaLR takes a function"
+        raise invalid("lr", lr, must)
+    return of_base, ours
+
+
+def model_and_parameters(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
+    """Return the model, and the parameters or groups that the base is to take."""
+    if params is None:
+        raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
+    if isinstance(params, nn.Module):
+        if model is not None and model is not params:
+            why = "the first argument is a module already; leave out model="
+            raise invalid_because("model", why)
+        model, params = params, list(params.parameters())
+        if not params:
+            why = f"this {type(model).__name__} has no parameters; pass the module that holds the "
+            raise invalid_because("model", why + "layers to be trained")
+    if isinstance(model, nn.Module):
+        return model, params
+    listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
+    wrong = model if listed or model is not None else params
+    text = repr(wrong)
+    if wrong is None:
+        text = "no model was given, but parameters"
+    elif isinstance(wrong, type):
+        text = f"the class {wrong.__name__}"
+    elif len(text) > 60 or "\n" in text:
+        text = f"of type {type(wrong).__name__}"
+    why = f"{text}; K-FAC hooks the model's layers: pass the nn.Module first, as {title}(model, "
+    raise invalid_because("model", why + "...), or as model=")

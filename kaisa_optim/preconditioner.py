@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -86,10 +85,7 @@ class Preconditioner(Answers):
             travel=not alone,
             units=rule.scale_free,
         )
-        aim = weakref.WeakMethod(self._aim)  # a strong reference would be a circle
-        self.hyperparameters = Hyperparameters(
-            options, self.sums, group_schedules, alone=alone, aim=aim
-        )
+        self.hyperparameters = Hyperparameters(options, self.sums, group_schedules, alone)
         self.registry = Registry(model, options, self.ranks, known)
         self.status = Status(self.ranks, self.registry, options, alone=alone)
         self.groups = Groups(self.registry, self.ranks, rule, options)
@@ -416,8 +412,8 @@ class Preconditioner(Answers):
         tasks: tuple[Any, ...] = (None,)  # hooks leave at once
         if due is not None:
             wanted, sample = [registry.layers[name] for name in due], None
-            fraction = parameters.fraction
-            if callable(fraction):
+            fraction = parameters.values["statistics_fraction"]
+            if "statistics_fraction" in parameters.schedules:
                 fraction = parameters.upcoming("statistics_fraction", number)
             if fraction != 1:
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
@@ -441,7 +437,7 @@ class Preconditioner(Answers):
                     # 1 as 1.0: equal numbers must have equal texts
                     value = float(value) if is_real(value) else value
                     values[f"{name} of parameter group {i}"] = value
-        values |= {"steps": self.steps} | {n: getattr(self.hyperparameters, n) for n in SHARED}
+        values |= {"steps": self.steps} | {n: self.hyperparameters.values[n] for n in SHARED}
         values |= self.hyperparameters.scheduled_intervals(self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}

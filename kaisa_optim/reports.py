@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -59,11 +58,12 @@ class Assigned(dict[str, Placement]):
 
 def _setting(name: str) -> Any:
     """Return the property of one hyperparameter of the whole optimizer."""
-    return property(
-        operator.attrgetter(f"hyperparameters.{name}"),
-        lambda self, value: setattr(self.hyperparameters, name, value),
-        doc=OPTIONS[name].help,
-    )
+
+    def write(self: Any, value: Any) -> None:
+        if self.hyperparameters.set(name, value):
+            self._aim()
+
+    return property(lambda self: self.hyperparameters.values[name], write, doc=OPTIONS[name].help)
 
 
 class Answers:

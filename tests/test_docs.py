@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from docs import messages, tables
-from kaisa_optim import arguments
 from tests.support.ranks import CAN_SHARD, run
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +143,7 @@ def test_the_reference_has_the_table_of_options():
     text = (DOCS / "reference/options.md").read_text()
     begin, end = "<!-- options: begin -->", "<!-- options: end -->"
     shown = text[text.index(begin) + len(begin) : text.index(end)].strip()
-    assert shown == arguments.table(), "run: python -m docs.tables"
+    assert shown == tables.options(), "run: python -m docs.tables"
 
 
 def test_geometric_means_are_of_common_tasks_and_count_what_was_missed(tmp_path, monkeypatch):

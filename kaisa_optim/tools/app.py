@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from .. import family
+from .. import optimizer
 from ..optimizer import KFACMixin
 from . import calibration, factories, hardware, pictures
 from .planner import Plan, plan
@@ -80,13 +80,13 @@ def optimizer_of(name: str) -> type[KFACMixin]:
     import torch
 
     if name in _KFAC:
-        found: type[KFACMixin] = getattr(family, name)
+        found: type[KFACMixin] = getattr(optimizer, name)
         return found
     base = getattr(torch.optim, name.removeprefix("KFAC"), None)
     if base is None:
         names = ", ".join(sorted(_KFAC))
         raise ValueError(f"no optimizer {name!r}; choose from {names}, or a class of torch.optim")
-    return family.with_kfac(base)
+    return optimizer.with_kfac(base)
 
 
 def table(found: Plan, width: int) -> Table:

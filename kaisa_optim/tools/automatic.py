@@ -25,7 +25,7 @@ def settled(optimizer: KFACMixin) -> Options:
 
     An error is raised on all ranks if nothing fits, or if ranks differ.
     """
-    options, group = optimizer._kfac_options, optimizer._kfac_process_group
+    options, group = optimizer._kfac_options, optimizer._kfac_options.process_group
     ranks = Ranks(group, bucket_cap_mb=options.bucket_cap_mb, comm_dtype=options.comm_dtype)
     if ranks.world > 1:  # a rank with another fraction compares its options, too
         agree.compare(ranks, options.described(), "options")
@@ -49,7 +49,8 @@ def settled(optimizer: KFACMixin) -> Options:
     agree.compare(ranks, {"the assignment that a plan chose": title}, "plans", error)
     if ranks.rank == 0:
         logger.info("%s", choice.reason)
-    return options.choosing(best.candidate.strategy, choice.reason)
+    chosen = {"assignment": best.candidate.strategy, "chosen": choice.reason}
+    return options.having({**chosen, "grad_worker_fraction": None})
 
 
 def choice_of(optimizer: KFACMixin, world: int, budget: int) -> Choice:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import invalid, invalid_because
-from ..family import KFACAdam
 from ..linalg import products
+from ..optimizer import KFACAdam
 from . import hardware
 from .hardware import Hardware
 from .texts import milliseconds

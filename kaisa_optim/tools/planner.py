@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import invalid
-from ..family import KFACAdam
 from ..model import unwrapped
-from ..optimizer import KFACMixin
-from ..options import check_budget
+from ..optimizer import KFACAdam, KFACMixin
+from ..options import AUTO, check
 from ..plan.assignment import make_grid
 from . import hardware
 from .choice import Candidate, Choice, Priced, candidates, price
@@ -48,13 +47,13 @@ def plan(
         must = "it must be a K-FAC class, such as KFACAdam or with_kfac(torch.optim.RAdam)"
         raise invalid("optimizer", optimizer, must)
     profile = hardware.load(device)
-    budget = check_budget("memory_budget", 1.0 if memory_budget is None else memory_budget)
+    budget = check("memory_budget", 1.0 if memory_budget is None else memory_budget)
     if memory_budget is None or isinstance(budget, float):
         budget = int(profile.memory * (1.0 if memory_budget is None else budget or 1.0))
     names = "assignment", "grad_worker_fraction"
     asked = {name: options[name] for name in names if options.get(name) is not None}
     if not asked:
-        options["grad_worker_fraction"] = "auto"  # the default is a strategy like the others
+        options["grad_worker_fraction"] = AUTO  # the default is a strategy like the others
     title = optimizer.__name__
     without = type(title, (optimizer,), {"_start": lambda self: None})  # the preconditioner
     instance: Any = without(model, **options)
@@ -66,7 +65,7 @@ def plan(
         net, layers = unwrapped(instance._kfac_model), registry.layers.values()
         case = replace(case, passes=passes_of(net, batch, layers, fraction))
     among = candidates(world_size, case.colocate)
-    if not settled.is_automatic:
+    if settled.grad_worker_fraction != AUTO:
         make_grid(settled.strategy, world_size, settled.grad_worker_fraction)
         among = [Candidate(", ".join(map(str, asked.values())), settled.strategy, asked)]
     priced = [price(case, x, world_size, profile) for x in watch(among)]

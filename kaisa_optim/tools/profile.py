@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils import _pytree as tree
 
 from ..errors import invalid_because
-from ..family import KFACAdam
+from ..optimizer import KFACAdam
 from ..stages import PREFIX, STAGES
 from .passes import arguments
 from .texts import aligned

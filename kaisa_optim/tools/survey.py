@@ -31,10 +31,11 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
     ``optimizer`` needs no preconditioner yet.
     """
     options, groups = optimizer._kfac_options, optimizer.param_groups
-    options = options.choosing(LayerWise() if options.colocate_factors is not False else Opt(), "")
+    chosen = LayerWise() if options.colocate_factors is not False else Opt()
+    options = options.having({"assignment": chosen, "grad_worker_fraction": None})
     base = bases.step_of(optimizer._base, optimizer.defaults)
     rule = make_rule(options, base.length())
-    group, cap = optimizer._kfac_process_group, options.bucket_cap_mb
+    group, cap = options.process_group, options.bucket_cap_mb
     ranks = Ranks(group, bucket_cap_mb=cap, comm_dtype=options.comm_dtype)
     registry = Registry(optimizer._kfac_model, options, ranks, ())
     registry.match_groups(groups)

@@ -42,8 +42,6 @@ def test_help_is_plain_and_ends_with_a_point():
         (KFACSGD, "momentm", r"; did you mean momentum\?"),
         (KFACAdam, "inv_update_freq", r"; did you mean inv_update_steps\?"),
         (with_kfac(torch.optim.RAdam), "stagered", r"; did you mean staggered\?"),
-        (KFACSGD, "grafting", '; leave it out: compute_method="polar" has the base'),
-        (KFACSGD, "warmup_steps", "; leave it out: a scheduler of lr warms up"),
         (KFACSGD, "temperature", r"; help\(KFACSGD\) lists what there is"),
         (KFACAdam, "use_muon", "; leave it out: KFACAdam steps all parameters"),
         (KFACAdam, "momentum", "; here it is the first of betas"),

@@ -185,8 +185,6 @@ def test_what_is_no_schedule_is_refused():
         KFACParamScheduler(opt, dampning=lambda epoch: 1.0)
     with pytest.raises(TypeError, match=r"'temperature'; help\(KFACParamScheduler\) lists"):
         KFACParamScheduler(opt, temperature=lambda epoch: 1.0)
-    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
-        KFACParamScheduler(opt, damping=lambda epoch: 0.5, compound=True)
 
 
 def test_a_factor_that_is_no_number_or_out_of_range():
