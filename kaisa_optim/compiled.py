@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .comm.ranks import Ranks
 from .comm.sharding import is_sharded, local
-from .curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
+from .curvature.group import Group, ParameterStack, by_shape, device_of, stack_key, strides
 from .curvature.lengths import SHARD_SUMS, Share, are_alike
 from .curvature.rules import Rule
 from .layers import Layer
@@ -159,8 +159,8 @@ class Groups:
         values = {x: dict(known[x].views(x)) for x in registry.with_average if x in known}
         whole = [layer for layer in active if layer not in placements.sharded]
         columns, facts, self._rounds = ranks.grid.columns, placements.facts, []
-        lists = alike(whole) if columns == 1 else []
-        for same in by_device(whole) if columns > 1 else ():
+        lists = by_shape(whole) if columns == 1 else []
+        for same in grouped(whole, device_of).values() if columns > 1 else ():
             row, limit = ranks.grid.receivers_of(ranks.rank), ranks.bucket_bytes
             rounds = gradient_rounds(same, facts.__getitem__, self.sizes, row, limit)
             self._rounds.append((same[0].parameters[0].device, rounds))
@@ -172,7 +172,7 @@ class Groups:
         self._chunks = [*parts]
         for chunk in self._chunks:
             owned = grouped(chunk, lambda x: placements.owner(x, "g")).values()
-            lists += [same for layers in owned for same in alike(layers)]
+            lists += [same for layers in owned for same in by_shape(layers)]
         self.all = []
         for layers in lists:
             owner = placements.owner(layers[0], "g")
@@ -232,7 +232,7 @@ class Groups:
             kinds.setdefault((layout, number_of[p], p in mine, apart), {})[p] = part
         former, stacks = {x.key: x for x in self.plan.stacks}, []
         for (_, number, keeps, _), parts in kinds.items():
-            stack = ParameterStack([*parts], next(iter(parts.values())), number, mine=keeps)
+            stack = ParameterStack([*parts], next(iter(parts.values())), number, keeps=keeps)
             stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
@@ -396,7 +396,7 @@ class Shards:
                 parts: list[Tensor] = [p for x in group.layers for p in x.parameters if p in rows]
                 for (shape, dtype), same in grouped(parts, lambda p: (p.shape, p.dtype)).items():
                     like = torch.empty(shape, dtype=dtype, device=group.device)
-                    stack = ParameterStack(same, like, -1, mine=True)
+                    stack = ParameterStack(same, like, -1, keeps=True)
                     whole.update({p: (stack, row) for row, p in enumerate(same)})
                 group.place(group.layers, whole, {})
             share = share_of(own) if own else None

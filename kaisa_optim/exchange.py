@@ -22,14 +22,14 @@ from .compiled import Groups
 from .coverage import unwrapped
 from .curvature import refresh
 from .curvature.averages import FactorSums
-from .curvature.group import Side, by_device, device_of
+from .curvature.group import Side, device_of
 from .curvature.refresh import EMPTY, FAILED, REJECTED, Refresher
 from .curvature.rules import Rule
 from .layers import Layer
 from .linalg.moments import unpack
 from .options import Options
 from .plan.facts import FactorFacts
-from .plan.routes import Bucket, state_rounds, sum_buckets
+from .plan.routes import Bucket, grouped, state_rounds, sum_buckets
 from .plan.schedule import HEAD, StepPlan, StepReport
 from .registry import Registry
 from .stages import PREFIX
@@ -429,7 +429,7 @@ class Exchange:
         """Bring the owners' new state of these layers to all gradient workers."""
         ranks, rule, layer_of = self._ranks, self._rule, self._registry.layers
         facts = self._registry.placements.facts
-        for same in by_device(layers) if ranks.grid.workers > 1 else ():
+        for same in grouped(layers, device_of).values() if ranks.grid.workers > 1 else ():
             renewed = [factor for layer in same for factor in facts[layer].factors]
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
             buckets = [x for x in itertools.chain(*rounds) if ranks.rank in x.sizes]
@@ -439,8 +439,8 @@ class Exchange:
                 layer = layer_of[factor.layer.name]
                 group = self._groups.of[layer]
                 side, slots = group.a if factor.side == "a" else group.g, group.slots[layer]
-                return _PackedState(side, slots, rule.outgoing(side, slots))
+                return _PackedState(side, slots, side.outgoing(slots, rule.sizes))
 
             cargo = ([*map(packed, x.content)] for bucket in buckets for x in bucket.items)
             for state in ranks.broadcast(rounds, cargo, device_of(same[0]), "second_order"):
-                rule.incoming(*state)
+                state.side.incoming(state.slots, rule.sizes, state.tensors)
