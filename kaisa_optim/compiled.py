@@ -13,7 +13,7 @@ from torch import Tensor
 from .account import Round, gradient_rounds
 from .comm.ranks import Ranks
 from .comm.sharding import is_sharded, local
-from .curvature.group import Group, ParameterStack, alike, by_device, device_of, stack_key, strides
+from .curvature.group import Group, ParameterStack, by_shape, device_of, stack_key, strides
 from .curvature.lengths import SHARD_SUMS, Share, are_alike
 from .curvature.rules import Rule
 from .layers import Layer
@@ -142,8 +142,8 @@ class Groups:
         values = {x: dict(known[x].views(x)) for x in registry.with_average if x in known}
         whole = [layer for layer in registry.active if layer not in sharded]
         columns, facts, self._rounds = ranks.grid.columns, registry.facts, []
-        lists = alike(whole) if columns == 1 else []
-        for same in by_device(whole) if columns > 1 else ():
+        lists = by_shape(whole) if columns == 1 else []
+        for same in grouped(whole, device_of).values() if columns > 1 else ():
             grid, limit = ranks.grid, ranks.bucket_bytes
             rounds = gradient_rounds(same, facts.__getitem__, self.sizes, grid, ranks.rank, limit)
             self._rounds.append((device_of(same[0]), rounds))
@@ -154,7 +154,7 @@ class Groups:
         self._chunks = [*chunks(in_shards, lambda x: facts[x].gradient * facts[x].itemsize, limit)]
         for chunk in self._chunks:
             for owned in grouped(chunk, lambda x: registry.owner(x, "g")).values():
-                lists += alike(owned)
+                lists += by_shape(owned)
         self.all = []
         for layers in lists:
             owner = registry.owner(layers[0], "g")
@@ -208,7 +208,7 @@ class Groups:
         former, stacks = {x.key: x for x in self.plan.stacks}, []
         for (number, keeps, *_), parts_of in kinds.items():
             like = next(iter(parts_of.values()))
-            stack = ParameterStack([*parts_of], like, number, mine=keeps)
+            stack = ParameterStack([*parts_of], like, number, keeps=keeps)
             stacks.append(former.get(stack.key, stack))
         rows = {p: (stack, i) for stack in stacks for i, p in enumerate(stack.parameters)}
         room: dict[Tensor, int] = {}
@@ -354,7 +354,7 @@ class Shards:
             parts: list[Tensor] = [p for x in group.layers for p in x.parameters if p in self._rows]
             for (shape, dtype), same in grouped(parts, lambda p: (p.shape, p.dtype)).items():
                 like = torch.empty(shape, dtype=dtype, device=group.device)
-                stack = ParameterStack(same, like, -1, mine=True)
+                stack = ParameterStack(same, like, -1, keeps=True)
                 whole |= {p: (stack, row) for row, p in enumerate(same)}
             group.place(group.layers, whole, {})
         self._chunks.append((layers, share_of(owned) if owned else None, whole))

@@ -20,14 +20,14 @@ from .comm.ranks import Bucket, Ranks
 from .compiled import Groups, Packet
 from .curvature import refresh
 from .curvature.averages import FactorSums
-from .curvature.group import Side, by_device, device_of
+from .curvature.group import Side, device_of
 from .curvature.refresh import EMPTY, FAILED, REJECTED, Refresher
 from .curvature.rules import Rule
 from .layers import Layer
 from .linalg.moments import unpack
 from .model import Registry, unwrapped
 from .options import Options
-from .plan.facts import FactorFacts
+from .plan.facts import FactorFacts, grouped
 from .plan.schedule import HEAD, StepPlan, StepReport
 
 _IDLE = 3  # steps before any gradient, after which a warning comes
@@ -347,7 +347,7 @@ class Exchange:
     def share_state(self, layers: Sequence[Layer]) -> None:
         """Bring the owners' new state of these layers to all gradient workers."""
         ranks, facts = self._ranks, self._registry.facts
-        for same in by_device(layers):
+        for same in grouped(layers, device_of).values():
             renewed = [factor for layer in same for factor in facts[layer].factors]
             rounds = state_rounds(renewed, self._groups.sizes, ranks.grid, ranks.bucket_bytes)
             buckets = [x for x in itertools.chain(*rounds) if ranks.rank in x.sizes]
@@ -355,7 +355,7 @@ class Exchange:
             packets = (self._packed(item.content) for bucket in buckets for item in bucket.items)
             arrived = ranks.broadcast(rounds, packets, device_of(same[0]), "second_order")
             for (side, slots), tensors in arrived:
-                self._rule.incoming(side, slots, tensors)
+                side.incoming(slots, self._rule.sizes, tensors)
 
     def _packed(self, factors: list[FactorFacts]) -> list[Packet]:
         packets = []
@@ -363,5 +363,5 @@ class Exchange:
             layer = self._registry.layers[factor.layer.name]
             group = self._groups.of[layer]
             side, slots = getattr(group, factor.side), group.slots[layer]
-            packets.append(Packet((side, slots), self._rule.outgoing(side, slots)))
+            packets.append(Packet((side, slots), side.outgoing(slots, self._rule.sizes)))
         return packets

@@ -347,7 +347,7 @@ class Preconditioner(Answers):
         reduce = None  # each owner has both means
         if registry.splits_owners:
             reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
-        shifts = rule.shifts(group_of, layers, damping_of, reduce)
+        shifts = self.exchange.refresher.shifts(group_of, layers, damping_of, reduce)
         try:
             with stage("decompose"):
                 self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from .products import lowered
 
-_MUCH = 1 << 22  # multiplications from which hardware for half precision pays
-_LEAST = 64  # rows, and columns, from which it pays
+_MUCH, _LEAST = 1 << 22, 64  # multiplications, rows and columns from which halves' hardware pays
 _LEAST_UNIT = 2.0**-100  # of rows; its reciprocal is a float32, too
 _EXPONENT = 0x7F800000  # the bits of a float32's exponent
 _FEW = 1 << 16  # numbers up to which appending a 1 is faster than separate sums
@@ -19,27 +18,20 @@ _PARTS, _ALIGNED = 4, 16  # blocks in which a half is copied, and what their sid
 
 
 def unit_of(gradient: Tensor) -> Tensor:
-    """Return the power of two at or below a gradient's largest magnitude, a float32 scalar.
-
-    A gradient is divided by its unit before it is squared: the square of 1e-22 is zero in float32.
-    Powers of two change no digit. Units are at least 2^-100 and at most 2^100.
-    """
+    """Return the power of two at or below a gradient's largest magnitude, a float32 scalar."""
+    # Gradients are divided by it before they are squared: the square of 1e-22 is zero in float32.
+    # Powers of two change no digit.
     low, high = torch.aminmax(gradient)
     peak = torch.maximum(high, -low).float().clamp_(_LEAST_UNIT, 1 / _LEAST_UNIT)
     return peak.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
 
 
 def second_moment(
-    rows: Tensor,
-    dtype: torch.dtype,
-    *,
-    diagonal: bool,
-    append_one: bool = False,
+    rows: Tensor, dtype: torch.dtype, *, diagonal: bool, append_one: bool = False
 ) -> Tensor:
     """Return Σ r rᵀ over ``rows`` ``[k, N, n]``: ``[k, n, n]``, or its diagonal ``[k, n]``.
 
-    ``append_one`` gives the moment of the rows with a 1 appended, without forming those rows. Rows
-    in half precision are multiplied by hardware for it, with sums in float32, where it exists.
+    ``append_one`` gives the moment of the rows with a 1 appended.
     """
     _, count, n = rows.shape
     if diagonal:
@@ -48,30 +40,28 @@ def second_moment(
         return torch.nn.functional.pad(moment, (0, 1), value=count) if append_one else moment
     much = min(count, n) >= _LEAST and count * n * n >= _MUCH
     if dtype == torch.float32 and much and takes_halves(rows):
+        # Rows under autocast are bfloat16 already: float32 copies of them would take twice the
+        # memory, and products without tensor cores. Sums in half precision would lose small rows.
         moment = _into_float32(rows.mT, rows)
     else:
         rows = rows.to(dtype)
         # Beside products of rounded rows, sums of exact rows could make an indefinite moment.
         if append_one and (rows.numel() <= _FEW or lowered()):
             rows, append_one = torch.nn.functional.pad(rows, (0, 1), value=1.0), False
-        moment = _squared(rows)
+        blocks = _blocks(rows)
+        if len(blocks) == 1:
+            moment = torch.bmm(rows.mT, rows)
+        else:
+            # Only the blocks under the diagonal are multiplied: 0.625 of the work.
+            moment = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
+            for start, stop in blocks:
+                columns, before = rows[:, :, start:stop], rows[:, :, :stop]
+                torch.bmm(columns.mT, before, out=moment[:, start:stop, :stop])
+            symmetric(moment)
     return bordered(moment, rows.sum(1, dtype=dtype), count) if append_one else moment
 
 
-def _squared(rows: Tensor) -> Tensor:
-    """Return Σ r rᵀ; on CPUs, where products are wide, by the blocks under the diagonal alone."""
-    blocks = _blocks(rows)
-    if len(blocks) == 1:
-        return torch.bmm(rows.mT, rows)
-    moment = rows.new_empty(len(rows), rows.shape[2], rows.shape[2])
-    for start, stop in blocks:
-        own, before = rows[:, :, start:stop], rows[:, :, :stop]
-        torch.bmm(own.mT, before, out=moment[:, start:stop, :stop])
-    return symmetric(moment)
-
-
 def _blocks(matrices: Tensor) -> list[tuple[int, int]]:
-    """Return starts and ends of the blocks of columns in which symmetric matrices are made."""
     n = matrices.shape[2]
     if n < _WIDE or matrices.device.type != "cpu":
         return [(0, n)]
@@ -81,9 +71,8 @@ def _blocks(matrices: Tensor) -> list[tuple[int, int]]:
 
 def takes_halves(rows: Tensor) -> bool:
     """Return whether hardware multiplies rows in this half precision, with sums in float32."""
-    if rows.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return _multiplies_into_float32(rows.dtype, rows.device)
+    is_half = rows.dtype in (torch.bfloat16, torch.float16)
+    return is_half and _multiplies_into_float32(rows.dtype, rows.device)
 
 
 @functools.cache
@@ -96,7 +85,6 @@ def _multiplies_into_float32(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _into_float32(left: Tensor, right: Tensor) -> Tensor:
-    """Return L R of stacks in half precision, with sums and results in float32."""
     return torch.bmm(left, right, out_dtype=torch.float32)
 
 
@@ -111,11 +99,9 @@ def bordered(moment: Tensor, total: Tensor, count: int) -> Tensor:
 
 
 def symmetric(matrices: Tensor) -> Tensor:
-    """Make products ``[k, n, n]`` symmetric, in place, where it matters.
-
-    It matters for wide products on CPUs, where rounding may differ between the halves. Solvers read
-    one half alone, but products read both.
-    """
+    """Make products ``[k, n, n]`` symmetric, in place, where their halves may differ."""
+    # They may for wide products on CPUs. Solvers read one half alone, but products read both, so
+    # that an owner and a rank that received a triangle would use different matrices.
     for start, stop in _blocks(matrices)[1:]:
         matrices[:, :start, start:stop] = matrices[:, start:stop, :start].mT
     return matrices
@@ -127,12 +113,9 @@ def packed_size(n: int) -> int:
 
 
 def pack(matrices: Tensor) -> Tensor:
-    """Pack symmetric ``[k, n, n]`` into ``[k, n (n + 1) / 2]``, in a few block copies.
-
-    Only numbers on and under the diagonal are read. The left half of the columns is a rectangle.
-    Its numbers above the diagonal are redundant: the triangle of the lower right block takes their
-    place (rectangular full packed format, LAPACK).
-    """
+    """Pack symmetric ``[k, n, n]``, read on and under the diagonal, as ``[k, n (n + 1) / 2]``."""
+    # The left half of the columns is a rectangle. Its numbers above the diagonal are redundant: the
+    # triangle of the lower right block takes their place (rectangular full packed format, LAPACK).
     k, n, _ = matrices.shape
     packed = matrices.new_empty(k, packed_size(n))
     left, top, m = _rectangle(packed, n)
@@ -156,7 +139,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 
 def _rectangle(packed: Tensor, n: int) -> tuple[Tensor, Tensor, int]:
     """Return views of packed matrices: left columns, triangle over them; and how many columns."""
-    even, h = 1 - n % 2, n // 2
-    m = n - h
-    rectangle = packed.unflatten(1, (n + even, m))
-    return rectangle[:, even:], rectangle[:, :h, 1 - even :], m
+    even, right = 1 - n % 2, n // 2
+    left = n - right
+    rectangle = packed.unflatten(1, (n + even, left))
+    return rectangle[:, even:], rectangle[:, :right, 1 - even :], left

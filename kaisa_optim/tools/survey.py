@@ -105,7 +105,7 @@ def _state(
     base.base_step = base_step
     numbered = [(i, p) for i, x in enumerate(optimizer.param_groups) for p in x["params"]]
     ours = [(i, twin_of[p]) for i, p in numbered if p in stepped]
-    stacks = [ParameterStack([twin], twin, i, mine=True) for i, twin in ours]
+    stacks = [ParameterStack([twin], twin, i, keeps=True) for i, twin in ours]
     plan, part = CompiledPlan(stacks, base.param_groups), step(base)
     part.adopt(plan)
     part.open(plan)

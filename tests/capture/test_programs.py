@@ -95,9 +95,9 @@ class Reference:
             counts = list(counts) * (len(self.made) if len(counts) == 1 else 1)
             if (counts or [0] * len(self.made)) != self.counts[crossed]:
                 return f"{counts} rows for {self.counts[crossed]}, crossed: {crossed}"
-            for side in "ag" if counts else "":
-                wanted, factor = getattr(self, side)[crossed], getattr(found, side)
-                if side == "ga"[crossed] and found.unit is not None:
+            for side, name in zip("ag", "ga" if crossed else "ag", strict=True) if counts else ():
+                wanted, factor = getattr(self, side)[crossed], getattr(found, name)
+                if name == "g" and found.unit is not None:
                     factor = factor * found.unit.square()
                 if factor.dim() == 2:
                     wanted = wanted.diagonal(dim1=1, dim2=2)

@@ -82,8 +82,8 @@ def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
     rows = torch.cat([x, ones], 1)
     outputs = torch.cat([net.out.grad, 0 * ones], 1)  # the decoder adds no bias
     assert_close(sums.a[0], rows.T @ rows)
-    assert_close(sums.crossed.g[0], net.hidden.detach().T @ net.hidden.detach())
-    assert_close(sums.crossed.a[0], outputs.T @ outputs)
+    assert_close(sums.crossed.a[0], net.hidden.detach().T @ net.hidden.detach())
+    assert_close(sums.crossed.g[0], outputs.T @ outputs)
     opt.step()
     assert opt.preconditioner.factors("encoder")[0].shape == (1, 4 + bias, 4 + bias)
 
@@ -346,7 +346,7 @@ def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
         loss_of(net(TOKENS)).backward()
         (layer, *_) = opt.preconditioner.registry.layers.values()
         sums = opt.preconditioner.sums.of_layer[layer]
-        a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.g, sums.crossed.a)
+        a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.a, sums.crossed.g)
         a = a.diagonal(dim1=1, dim2=2) if a.dim() == 3 else a
         steps.append((a, g))
     for found, expected in zip(*steps[::-1], strict=True):
