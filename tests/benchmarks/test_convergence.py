@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +21,7 @@ from benchmarks.convergence import contest, rates, search, seconds
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.muon import Muon
+from benchmarks.recipes import Runs
 
 
 def line(steps: int = 40) -> Task:
@@ -80,18 +80,6 @@ def test_no_whole_run_ends_above_a_run_of_half_its_steps(task):
         assert row["loss"] <= min(shorter, default=math.inf), row["optimizer"]
 
 
-@pytest.mark.usefixtures("short")
-def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
-    store = search.Store(tmp_path / "runs.json")
-    one, task = plain(1e-4, 1e-3, 1e-2, 1e-1), line()
-    best = search.search(task, DATA, one, store, trials=12)
-    assert best == {"lr": 0.1}
-    lengths = sorted(run["steps"] for run in store.runs.values())
-    # Equal draws share a run, so four settings: all are tried, two of these go on to the end, where
-    # two seeds judge them.
-    assert lengths.count(10) == 4 and lengths.count(40) <= 4
-
-
 def searched(folder, rates, loss_of, steps: int = 100) -> tuple[Any, search.Store]:
     """Search among rates in this order, whose losses a function of rate, seed and steps tells."""
 
@@ -119,7 +107,7 @@ def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
     best, store = searched(tmp_path, rates, loss_of)
     # Diverged ones make room for the next; others are but the worse of those that are left.
     assert best == (0.04 if bold == math.inf else 0.01)
-    judged = [run for run in store.runs.values() if run["seed"] == search.JUDGES[1]]
+    judged = [run for run in store.done.values() if run["seed"] == search.JUDGES[1]]
     assert {run["steps"] for run in judged} == {50, 100}
     if bold == math.inf:
         assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
@@ -133,7 +121,7 @@ def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
 
     best, store = searched(tmp_path, range(1, 13), loss_of)
     assert best == 1
-    later = [run["config"]["lr"] for run in store.runs.values() if run["steps"] > 25]
+    later = [run["config"]["lr"] for run in store.done.values() if run["steps"] > 25]
     assert sorted(set(later)) == [1, 2, 3]
 
 
@@ -156,27 +144,7 @@ def test_nothing_is_judged_by_a_schedule_of_a_few_steps(tmp_path, horizon, rungs
     store = search.Store(tmp_path / "runs.json")
     task = dataclasses.replace(line(), steps=horizon)
     search.search(task, DATA, plain(1e-4, 1e-3, 1e-2, 1e-1), store, trials=12)
-    assert {run["steps"] for run in store.runs.values()} == rungs
-
-
-def test_a_search_that_was_broken_off_goes_on(tmp_path):
-    one, task = plain(1e-3, 1e-1), line()
-    first = search.Store(tmp_path / "runs.json")
-    search.search(task, DATA, one, first)
-    again = search.Store(tmp_path / "runs.json")
-    assert json.dumps(again.runs) == json.dumps(first.runs)
-    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
-        assert search.search(task, DATA, one, again) == {"lr": 0.1}
-
-
-def test_a_run_that_is_broken_off_while_it_is_kept_loses_no_other(tmp_path):
-    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
-    kept = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    with mock.patch.object(search.Path, "write_text", half_written), pytest.raises(OSError):
-        search.Store(path).get(task, DATA, one, {"lr": 0.1}, 1, 10)
-    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
-        again = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    assert again.loss == kept.loss
+    assert {run["steps"] for run in store.done.values()} == rungs
 
 
 def half_written(path, text):
@@ -184,19 +152,19 @@ def half_written(path, text):
     raise OSError("disk full")
 
 
-def test_runs_of_another_task_or_with_other_threads_are_not_taken(tmp_path):
-    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
-    store = search.Store(path)
-    for kind in (task, task, dataclasses.replace(task, about="a longer line")):
-        store.get(kind, DATA, one, {"lr": 0.1}, 0, 10)
-    assert len(store.runs) == 2
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        store.get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(store.runs) == 3
+@pytest.mark.parametrize(
+    ("content", "key"), [({}, ["a", {"lr": 0.1}]), ({}, {"lr": 0.1}), ([], {"lr": 0.1, "seed": 0})]
+)
+def test_runs_that_are_done_are_not_made_again(tmp_path, content, key):
+    """Also after a run that is broken off while it is written."""
+    path, run = tmp_path / "runs.json", {"lr": 0.1, "seed": 0, "curve": [[1, 1.0, 2.0]]}
+    path.write_text(json.dumps(content))
+    assert Runs(path).get(key, lambda: run) == run
+    with mock.patch.object(Path, "write_text", half_written), pytest.raises(OSError):
+        Runs(path).get({"lr": 0.2}, lambda: run | {"lr": 0.2})
+    again = Runs(path)
+    assert again.get(key, pytest.fail) == run and len(again.done) == 1
+    assert type(json.loads(path.read_text())) is type(content)
 
 
 def test_settings_that_two_have_in_common_fall_on_the_same_places():
@@ -229,22 +197,6 @@ def test_trials_are_spread_over_each_range(trials):
     assert one.draw("a", trials) == one.draw("a", trials) != one.draw("b", trials)
 
 
-@pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if not one.absent])
-def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
-    one, task = CONTESTANTS[name], TASKS["characters"]
-    (plain,), (config,) = one.draw("a", 1), one.draw("a", 1, ends=True)
-    assert config == plain | {"lr_rest": config["lr_rest"]} and 3e-3 <= config["lr_rest"] <= 5e-2
-    assert config["lr_rest"] == CONTESTANTS["Muon"].draw("a", 1, ends=True)[0]["lr_rest"]
-    model = task.network()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizers = one.build(model, config, task.kfac)
-    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, p in model.named_parameters():
-        at_the_end = p.dim() < 2 or key.split(".")[0] in ("words", "places", "head")
-        assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
-
-
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 @pytest.mark.parametrize("name", ["LAMB", "KFACLAMB"])
 @pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
@@ -256,15 +208,6 @@ def test_matrices_alone_have_lambs_trust_ratio(name, task):
     assert decays == {(True, 0.01), (False, 0.0)}
 
 
-def test_a_task_may_speed_up_those_of_adams_kind():
-    for one in CONTESTANTS.values():
-        (plain,), (fast,) = one.draw("a", 1), one.draw("a", 1, pace=4)
-        times = 1 if "SGD" in one.name else 4
-        for rate in plain.keys() & {"lr", "lr_rest"}:
-            assert fast.pop(rate) == pytest.approx(times * plain.pop(rate), rel=0.05)
-        assert fast == plain
-
-
 @pytest.mark.usefixtures("short")
 def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
     task, store = line(), search.Store(tmp_path / "runs.json")
@@ -274,7 +217,7 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
         for name, rate in rates.items()
     ]
     found = contest.contest(task, entries, DATA, store, 6, (1, 2, 3))
-    tried = [json.loads(key) for key in store.runs]
+    tried = [json.loads(key) for key in store.done]
     for name in rates:
         assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
         # One was left after half of the horizon: it has nobody to run against.
@@ -318,43 +261,30 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
             assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 
 
-def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
-    """Settings, and who came to whose loss, are as they were kept; newcomers meet them."""
+def test_known_settings_are_not_searched_for_again(tmp_path):
     base, rival, new = (plain(r, name=n) for r, n in ((0.05, "base"), (0.3, "rival"), (0.2, "new")))
     store, first = search.Store(tmp_path / "runs.json"), [base, rival]
     before = contest.contest(line(), first, DATA, store, 2, (1, 2, 3))
     contest.save(tmp_path / "result", "a line", before, store, [])
     path = tmp_path / "result.json"
-    kept = contest.Kept.read(path, ["base", "rival"])
-    runs = len(store.runs)
-    with mock.patch.object(contest, "search", side_effect=AssertionError):
-        again = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=kept)
-    assert again == before and len(store.runs) == runs
-    # A baseline with other settings would end elsewhere.
+    known = contest.kept(path, ["base", "rival"])
     bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
-    entries = [bolder, rival, new]
     with mock.patch.object(contest, "search", wraps=search.search) as searched:
-        found = contest.contest(line(), entries, DATA, store, 2, (1, 2, 3), kept=kept)
+        found = contest.contest(
+            line(), [bolder, rival, new], DATA, store, 2, (1, 2, 3), None, known
+        )
     assert [call.args[2].name for call in searched.call_args_list] == ["new"]
     assert found.best == {**before.best, "new": {"lr": 0.2}}
-    pairs = {(one.baseline, one.optimizer): one for one in found.reached}
-    assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
-    newly = contest.Kept.read(path, ["base"])
-    newly.best["rival"] = {"lr": 0.1}
-    met = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=newly)
-    assert met.best == {**before.best, "rival": {"lr": 0.1}}
-    assert met.reached != before.reached
-    # The settings of the better whole runs are a baseline's; what was kept of the others is void.
+    assert set(before.reached) < set(found.reached)
+    # Rated settings are taken where whole runs end lower with them.
     for rate, ends in ((0.001, 0.05), (0.3, 0.3)):
-        same = contest.contest(
-            line(), first, DATA, store, 2, (1, 2, 3), kept=kept, rated={"base": {"lr": rate}}
-        )
+        how = (1, 2, 3), None, known, {"base": {"lr": rate}}
+        same = contest.contest(line(), first, DATA, store, 2, *how)
         assert same.best["base"] == {"lr": ends} == same.final["base"][0].config
-        assert (same.reached == before.reached) == (ends == 0.05)
     with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
-        contest.contest(line(), first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
+        contest.contest(line(), first[:1], DATA, store, 2, (1, 2, 3), known=known)
     with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
-        contest.Kept.read(path, ["base", "stranger"])
+        contest.kept(path, ["base", "stranger"])
 
 
 def test_who_takes_part_and_why_not():
@@ -414,41 +344,7 @@ def test_every_contestant_learns(name):
     assert any(map(learns, one.draw("a", 4)))  # some draw is bad, not all
 
 
-with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
-
-
-@with_muon
-def test_muon_takes_kernels_as_matrices_and_leaves_the_ends_to_adamw():
-    torch.manual_seed(0)
-    model = TASKS["resnet8-256"].network()
-    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
-    config = {"lr": 0.1, "momentum": 0.9, "lr_rest": 0.01}
-    muon, adamw = CONTESTANTS["Muon"].build(model, config, {})
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    apart = copy.deepcopy(model)
-    for trained in (model, apart):
-        torch.nn.functional.cross_entropy(trained(x), y).backward()
-    for optimizer in (muon, adamw):
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())  # nothing adds up from step to step
-    kernels = 0
-    for name, p in apart.named_parameters():
-        # A first step of AdamW is of length lr wherever there is a gradient.
-        moved, like = before[name] - model.get_parameter(name), 0.01 * p.grad.sign()
-        if p.dim() == 4:
-            matrix = nn.Linear(p[0].numel(), len(p), bias=False)
-            matrix.weight.data.copy_(p.flatten(1))
-            matrix.weight.grad = p.grad.flatten(1)
-            Muon([matrix.weight], lr=0.1, momentum=0.9, weight_decay=0.0).step()
-            like = before[name] - matrix.weight.detach().view_as(p)
-            kernels += 1
-        large = p.grad.abs() > 1e-5
-        torch.testing.assert_close(moved[large], like[large], rtol=1e-3, atol=1e-5)
-    assert kernels == 7
-
-
-@with_muon
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
 def test_our_muon_is_torchs():
     """Torch's products are in bfloat16."""
     shapes = [(6, 6), (4, 9), (9, 4)]

@@ -33,15 +33,6 @@ def test_the_tests_are_run_and_told(tmp_path):
     assert exactness["code"] == 0 and "1 passed" in exactness["said"]
 
 
-def test_a_brief_trial_times_the_defaults_alone(tmp_path):
-    assert main(["--rehearse", "--brief", "--out", str(tmp_path), "--parts", "resnet50"]) == 0
-    kept = json.loads((tmp_path / "cuda_trial_brief_rehearsal.json").read_text())
-    results = kept["parts"]["resnet50"]["results"]
-    assert len({one["contest"] for one in results}) == 1
-    assert [x["contestant"] for x in results if "ms" in x] == ["SGD", "KFACSGD", "Muon"]
-    assert not any("kernels" in one for one in results)
-
-
 @pytest.mark.parametrize("steps", [30, 40])
 def test_a_mean_step_has_the_interval_s_share_of_refreshes(steps):
     """Steps of an interval that cost 1, 5 more where they gather, and 150 in its two refreshes."""

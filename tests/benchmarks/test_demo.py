@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from unittest import mock
 
 import pytest
@@ -33,10 +32,6 @@ def test_shares_are_of_steps_and_of_seconds_to_the_bases_last_loss():
     assert [row["seconds"] for row in rows] == [4, 2]
     assert demo.verdict(rows, "steps").endswith("in 0.25 of its steps")
     assert demo.verdict(rows, "seconds").endswith("in 0.50 of its seconds")
-
-
-def test_a_diverged_rate_is_never_the_best():
-    assert demo.best({"0.1": [math.nan, 0.1], "0.01": [2.0, 3.0], "0.03": [2.0, 4.0]}) == 0.01
 
 
 def test_rates_are_those_of_the_kept_search():

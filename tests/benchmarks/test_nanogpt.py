@@ -31,16 +31,15 @@ def test_the_loss_is_of_the_next_character():
     assert nanogpt.measure(nanogpt.GPT(65), rows) == pytest.approx(math.log(65), rel=0.02)
 
 
-def test_runs_that_are_done_are_not_trained_again(tmp_path):
-    out, key = tmp_path / "results" / "x.json", {"name": "AdamW", "lr": 0.003, "steps": 50}
-    train = partial(nanogpt.train, TEXT)
-    first = recipes.Runs(out, train, nanogpt.tell).get(**key, seed=0)
+def test_a_command_that_is_started_again_goes_on(tmp_path, capsys):
+    path, key = tmp_path / "x_runs.json", {"name": "AdamW", "lr": 0.003, "steps": 50, "seed": 0}
+    get = recipes.going_on(recipes.Runs(path), partial(nanogpt.train, TEXT), nanogpt.tell)
+    first = get(**key)
     assert nanogpt.last(first) < 1.88 and nanogpt.reached(first)[0] == 50
-    assert list(first) == ["name", "lr", "steps", "seed", "curve"]
-    again = recipes.Runs(out, None, nanogpt.tell)
-    assert nanogpt.last(again.get(**key, seed=0)) == nanogpt.last(first)
-    with pytest.raises(TypeError):
-        again.get(**key, seed=1)
+    assert list(first) == [*key, "curve"] and "lr 0.003," in capsys.readouterr().out
+    again = recipes.going_on(recipes.Runs(path), pytest.fail, nanogpt.tell)
+    assert nanogpt.last(again(**key)) == nanogpt.last(first)
+    assert not capsys.readouterr().out
 
 
 def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():
@@ -51,17 +50,3 @@ def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():
     assert row["losses"] == [2.1, 1.6, 2.0, 1.1] and row["ms per step"] == 30.0
     assert row["of a step"] == 2.0  # AdamW takes 30 s for 2,000
     assert (row["steps to the target"], row["seconds to the target"]) == (100, 3.0)
-
-
-def test_a_row_tells_the_loss_when_adamw_has_ended():
-    curve = [(50, 1.0, 2.0), (100, 2.0, 1.7), (150, 3.0, 1.5), (200, 4.0, 1.0)]
-    runs = [{"name": "x", "lr": 1.0, "steps": 200, "curve": curve}]
-    assert nanogpt.row(runs, 3.5)["loss at AdamW's seconds"] == 1.5
-
-
-def test_runs_of_another_width_are_others(tmp_path):
-    get = recipes.Runs(
-        tmp_path / "x.json", lambda **key: [[1, 1.0, key.get("width", 128)]], str
-    ).get
-    assert [get(lr=1, width=32), get(lr=1)] != [get(lr=1), get(lr=1)]
-    assert get(lr=1)["curve"] == [[1, 1.0, 128]]

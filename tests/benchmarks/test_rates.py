@@ -48,12 +48,6 @@ def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, 
     assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
 
 
-def test_time_that_is_over_drops_the_runs_in_progress(tmp_path, capsys):
-    rates.main([*ASKED, "--minutes", "0", "--out", str(tmp_path)])
-    assert "8 runs are missing" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
     rates.main([*ASKED, "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
@@ -91,9 +85,3 @@ def test_rates_that_no_user_of_the_base_has_are_marked_apart(tmp_path, capsys):
     lines = told(tmp_path, capsys, base | ours)
     assert "0.001: 1.01  0.01: 1.5!  0.1: 3?; within 1.1 of the best: 0.001-0.001" in lines[2]
     assert "!" not in lines[1] and "?" not in lines[1]
-
-
-def test_the_best_rate_is_that_of_the_mean(tmp_path, capsys):
-    told(tmp_path, capsys, {("KFACAdam", 0.01): [0.3, 0.3], ("KFACAdam", 0.03): [0.1, math.inf]})
-    found = rates.best_settings(tmp_path, TASKS["digits-256"], ["KFACAdam, defaults"])
-    assert found == {"KFACAdam, defaults": {"lr": 0.01}}

@@ -16,8 +16,8 @@ from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import steps
 from benchmarks.step_time.apart import Apart
-from benchmarks.step_time.contestants import BASES, OURS, TURN, Trainer, ours, takes_part
-from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task
+from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
+from benchmarks.step_time.tasks import DEFAULT, SHORT, TASKS, Task
 from kaisa_optim import KFACSGD
 
 
@@ -68,13 +68,6 @@ def test_tasks_under_autocast_weigh_their_loss_as_they_average_it(name):
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
 
 
-def test_a_full_task_steps_by_65536_tokens():
-    task = TASKS["bert-large"]
-    words, labels = task.batch()
-    assert task.passes * words.numel() == 65_536
-    assert task.options["loss_terms"] == task.passes * labels.numel()
-
-
 # ---- contestants ----
 
 
@@ -94,11 +87,6 @@ def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
     assert len(torch.unique(inputs, dim=0)) == 12
     F.cross_entropy(twin.model(inputs), torch.cat([y for _, y in batches])).backward()
     torch.testing.assert_close(trainer.model.weight.grad, twin.model.weight.grad)
-
-
-def test_passes_of_a_step_are_counted():
-    # Two products of 2 · 4 · 3 · 2: there, and the weight's gradient; inputs need none.
-    assert Trainer(linear(passes=3), "cpu", BASES["SGD"], (1, 1)).operations() == 3 * 2 * 48
 
 
 def process(trainer: Trainer) -> int:
@@ -135,14 +123,6 @@ def test_operations_of_preconditioning_are_counted(method):
     assert steps.preconditioning(trainer) == sides * (2 if method == "eigen" else 1)
 
 
-def test_the_floor_is_beside_the_bases_own_products():
-    assert steps.floor(100, 20, 0) == 1.2
-    assert steps.floor(100, 20, 20) == 1
-    plain = Trainer(linear(), "cpu", BASES["SGD"], (1, 1))
-    plain.run(1)
-    assert steps.preconditioning(plain) == 0
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     """In 100 steps each layer gathers ten times, and is refreshed in one turn of them."""
@@ -163,29 +143,7 @@ def test_the_defaults_that_are_timed_are_the_packages():
     assert (kfac.factor_update_steps, kfac.inv_update_steps) == DEFAULT
 
 
-def test_all_are_timed_at_the_defaults_and_the_papers_methods_at_theirs():
-    everyone = ["AdamW", "Muon", "KFACAdam", "KFACSGD", "KFACSGD, eigen", "kfac-pytorch"]
-    assert [name for name in everyone if takes_part(name, DEFAULT)] == everyone
-    assert [name for name in everyone if takes_part(name, OFTEN)] == everyone[3:]
-
-
 # ---- steps ----
-
-
-def test_stages_add_up_to_the_mean_step():
-    times = [(0.010, 0.020), (0.012, 0.050), (0.011, 0.020), (0.019, 0.020)]
-    quiet = [(0.010, 0.004), (0.010, 0.005), (0.090, 0.006)]
-    found, slowest = steps.stages(times, quiet)
-    assert found == pytest.approx(
-        {
-            "forward and backward": 10.0,
-            "gather factors": 3.0,
-            "update and refresh": 22.5,
-            "precondition and step": 5.0,
-        }
-    )
-    assert sum(found.values()) == pytest.approx(1e3 * sum(map(sum, times)) / len(times))
-    assert slowest == pytest.approx(39 / 35)
 
 
 def test_ratios_are_taken_within_a_round():
@@ -219,14 +177,6 @@ def test_the_part_beside_the_papers_code():
         "(at most 0.33 wanted: reached)",
         "ResNet-32 10/100, kfac-pytorch: 1.80 × SGD's step",
     ]
-
-
-def test_the_papers_code_stands_beside_ours_in_its_precision():
-    names = {"KFACSGD": 2.0, "KFACSGD, bfloat16": 1.0, "kfac-pytorch": 8.0}
-    results = [measured(name, part) for name, part in names.items()]
-    results.append(measured("kfac-pytorch, bfloat16", 5.0))
-    steps.set_beside(results)
-    assert [one.beside for one in results] == [0.25, 0.2, None, None]
 
 
 # ---- the command ----

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import struct
 
 import numpy as np
 import pytest
@@ -20,25 +19,6 @@ from benchmarks.networks import CifarResNet, Transformer, UNet
 from kaisa_optim import KFACLAMB, KFACSGD
 
 # ---- loaders ----
-
-
-def write_idx(path, array):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sizes = struct.pack(f">{array.ndim}i", *array.shape)
-    path.write_bytes(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes())
-
-
-def test_idx_files(tmp_path):
-    train = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
-    raw = tmp_path / "FashionMNIST" / "raw"
-    write_idx(raw / "train-images-idx3-ubyte", train)
-    write_idx(raw / "t10k-images-idx3-ubyte", train[:1] + 100)
-    for folder in (tmp_path, tmp_path / "FashionMNIST", raw):
-        found, test = sets.fashion_mnist(folder)
-        assert found.tolist() == train.tolist() and test.tolist() == (train[:1] + 100).tolist()
-    (raw / "train-images-idx3-ubyte").write_bytes(b"\0\0\x0d\x01" + bytes(8))
-    with pytest.raises(ValueError, match="no IDX file of bytes"):
-        sets.fashion_mnist(tmp_path)
 
 
 def test_cifar_is_the_same_in_both_of_its_formats(tmp_path):
@@ -77,15 +57,6 @@ def test_nuclei_are_joined_and_kept_beside_their_images(tmp_path):
     assert images[1, :, 2, 2].tolist() == [10] * 3
     assert masks.shape == (2, 1, 4, 6)
     assert [m.nonzero()[:, 1:].tolist() for m in masks] == [[[0, 0], [0, 1]], [[1, 0], [1, 1]]]
-
-
-def test_what_is_missing_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--data, a folder with shakespeare\.txt"):
-        sets.characters(None)
-    with pytest.raises(FileNotFoundError, match="cifar-10-batches-bin or cifar-10-batches-py"):
-        sets.cifar10(tmp_path)
-    (tmp_path / "shakespeare.txt").write_text("cab")
-    assert [sets.characters(tmp_path)[0].tolist(), sets.characters(tmp_path)[1]] == [[2, 0, 1], 3]
 
 
 # ---- batches ----
@@ -228,21 +199,6 @@ def joined(step):
     return [tuple(torch.cat(parts) for parts in zip(*step, strict=True))]
 
 
-def test_a_masked_loss_is_the_mean_over_all_masked_tokens_of_a_step():
-    task, model, step = tasks.TASKS["masked"], language_model(), ragged()
-    search.backward(task, model, [torch.optim.SGD(model.parameters(), 1.0)], step)
-    plain = language_model()
-    total, count = 0.0, 0
-    for x, y in step:
-        chances = plain(x).log_softmax(-1)
-        for i, j in (y != -100).nonzero().tolist():
-            total, count = total - chances[i, j, y[i, j]], count + 1
-    (total / count).backward()
-    assert count > 90
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 @pytest.mark.parametrize("cls", [KFACSGD, KFACLAMB])
 def test_accumulated_micro_batches_are_one_batch(cls):
@@ -259,23 +215,6 @@ def test_accumulated_micro_batches_are_one_batch(cls):
     assert terms == [sum(int((y != -100).sum()) for _, y in ragged())] * 2
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
-
-
-def test_measuring_averages_over_terms_and_scores_on_the_last_part():
-    task = tasks.TASKS["masked"]
-    task = dataclasses.replace(task, measured=lambda step: iter(step))
-    model, step = language_model(), ragged()
-    loss, score = task.measure(model, (None, step))
-    ((x, y),) = joined(step)
-    out = model(x)
-    assert loss == pytest.approx(tasks._characters(out, y).item())
-    chosen = y != -100
-    assert score == pytest.approx((out.argmax(-1) == y)[chosen].double().mean().item())
-    assert model.training
-    loss_again, other = task.measure(model, (None, step, step[:1]))
-    assert loss_again == loss
-    x, y = step[0]
-    assert other == pytest.approx((model(x).argmax(-1) == y)[y != -100].double().mean().item())
 
 
 # ---- networks ----
