@@ -17,11 +17,11 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from kaisa_optim import KFACAdam, with_kfac
 from kaisa_optim.tools import app, calibration, hardware, plan
 from tests.tools.test_hardware import PLAIN
 
-NET = "tests.tools.test_app:net"
+HERE = "tests.tools.test_app"
+NET = f"{HERE}:net"
 runner = CliRunner()
 
 
@@ -38,6 +38,10 @@ class Chatty(nn.Linear):
     def forward(self, x):
         print("a pass")
         return super().forward(x)
+
+
+def nothing():
+    return "a model"
 
 
 def chatty():
@@ -111,7 +115,12 @@ def test_nothing_fits_and_scripts_hear_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("net", "--ranks", 2), "'net'; it must be package.module:factory"),
         (("no_module:x", "--ranks", 2), "no_module:x' can't be imported"),
+        ((f"{HERE}:missing", "--ranks", 2), f"'missing'; see python -c 'import {HERE}'"),
+        ((f"{HERE}:nothing", "--ranks", 2), "returned str; it must return a module"),
+        ((NET, "--ranks", 2, "--arg", "depth=3"), "keyword argument 'depth'; give its arguments"),
+        ((NET, "--ranks", 2, "--arg", "a b=1"), "Invalid argument: 'a b=1'; it must be name=value"),
         ((NET, "--ranks", 2, "--device", "abacus"), "Invalid device: 'abacus'"),
         ((NET, "--ranks", 2, "--memory", "lots"), "Invalid memory_budget: 'lots'"),
         ((NET, "--ranks", 2, "--optimizer", "Magic"), "no optimizer 'Magic'; choose from KFACAdam"),
@@ -131,15 +140,14 @@ def test_faults_are_one_line_and_exit_with_2(arguments, said):
 @pytest.mark.parametrize("how", ["RuntimeError", "ValueError", "TypeError", "OSError", "exit"])
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_failing_factory_does_not_look_as_if_nothing_fits(command, how):
-    factory = "tests.tools.test_app:failing"
-    told = kaisa(command, factory, "--ranks", 2, "--arg", f"how={how}")
+    told = kaisa(command, f"{HERE}:failing", "--ranks", 2, "--arg", f"how={how}")
     assert told.exit_code == app.FAILED == 3
     assert "Traceback" in told.stderr and "in failing" in told.stderr
 
 
 def test_printing_does_not_break_json():
     for command in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
-        told = kaisa(command[0], "tests.tools.test_app:chatty", *command[1:], "--json")
+        told = kaisa(command[0], f"{HERE}:chatty", *command[1:], "--json")
         assert json.loads(told.stdout)["optimizer"] == "KFACAdam", told.output
         assert "a factory" in told.stderr and "a pass" in told.stderr
 
@@ -194,14 +202,9 @@ def test_stages_of_a_step_are_timed():
 
 
 def test_a_profile_needs_an_input():
-    told = kaisa("profile", "tests.tools.test_app:alone")
+    told = kaisa("profile", f"{HERE}:alone")
     assert told.exit_code == app.WRONG
     assert "return a model and one rank's input" in told.output
-
-
-def test_optimizers_by_name():
-    assert app.optimizer_of("KFACAdam") is KFACAdam is app.optimizer_of("Adam")
-    assert app.optimizer_of("KFACNAdam") is with_kfac(torch.optim.NAdam)
 
 
 def test_profiles_say_their_sources():

@@ -41,36 +41,10 @@ def test_candidates_are_all_divisors():
     assert LayerWise() not in [one.strategy for one in candidates(4, colocate=False)]
 
 
-def test_memory_grows_and_traffic_falls_with_the_workers():
-    found = choice(8).priced
-    needs = [one.needs for one in found]
-    received = [max(one.received) for one in found]
-    assert needs == sorted(needs) and received == sorted(received, reverse=True)
-
-
-def test_the_fullest_rank_has_the_most_of_both_together():
-    one = price(CASE, candidates(4)[1], 4, HARDWARE)
-    both = [a + b for a, b in zip(one.kfac, one.momenta, strict=True)]
-    assert one.needs == CASE.fixed + one.sums + max(both)
-    assert one.momenta[0] == one.momenta[2] and one.momenta[1] == one.momenta[3]
-    assert sum(one.momenta[:2]) == sum(x.size for x in CASE.momenta)
-
-
 def test_a_momentum_of_two_layers_is_kept_wherever_one_of_them_is():
     shared = Momentum(tuple(x.name for x in LAYERS), 1000)
     case = dataclasses.replace(CASE, momenta=[shared])
     assert price(case, candidates(4)[0], 4, HARDWARE).momenta == [1000] * 4
-
-
-def test_the_fastest_that_fits_is_the_best():
-    free = choice()
-    assert free.best is min(free.priced, key=lambda one: one.step)
-    assert "has the shortest step: " in free.reason
-    least = free.nearest
-    tight = choice(budget=least.needs)
-    assert tight.fitting == [tight.best] and tight.best == least
-    assert "of those that fit into" in tight.reason
-    assert tight.refuse_if_none_fits() == least
 
 
 def test_what_is_missing_is_said_where_nothing_fits():
@@ -83,18 +57,3 @@ def test_what_is_missing_is_said_where_nothing_fits():
     advised = re.search(r"give at least ([\d,]+) bytes", str(told.value))
     assert advised is not None
     assert choice(budget=int(advised[1].replace(",", ""))).best == least
-
-
-def test_one_rank_has_one_strategy():
-    found = choice(1)
-    assert found.best is not None and found.best.momenta == [sum(x.size for x in CASE.momenta)]
-    assert "is the only strategy" in found.reason
-
-
-def test_options_name_the_strategy():
-    from kaisa_optim.options import Options
-
-    for one in candidates(12):
-        settled = Options(**one.options)
-        workers = settled.strategy.gradient_workers(12)
-        assert settled.strategy == one.strategy and workers == one.strategy.gradient_workers(12)

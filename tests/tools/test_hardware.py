@@ -61,25 +61,6 @@ def test_profiles_of_the_package_say_their_sources(name):
     assert found.between.bandwidth <= found.inside.bandwidth
 
 
-def test_a_profile_is_a_file_that_users_write(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(hardware.text(PLAIN, "Written by hand"))
-    found = hardware.load(path)
-    assert found == hardware.parse("mine", PLAIN)
-    assert found.sources == tuple(PLAIN["sources"])
-
-
-def test_a_device_that_is_like_another_takes_its_times():
-    like = PLAIN | {"like": "h100", "slower": dict.fromkeys(OPERATIONS, 3.0), "times_ms": {}}
-    mine, other = hardware.parse("x", like), hardware.load("h100")
-    for kind in OPERATIONS:
-        for side, count in ((256, 1), (1024, 5)):
-            one = other.times[kind]
-            fixed = one.seconds(side) - one._at(one.further, side)  # calls take no longer
-            expected = fixed + 3 * count * one._at(one.further, side)
-            assert mine.times[kind].seconds(side, count) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

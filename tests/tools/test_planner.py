@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.tools import plan
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.maintainer)])
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_are_those_of_real_ranks(world, name):
     kind, title, options = CASES[name]
@@ -109,23 +109,10 @@ def test_a_plan_says_what_it_found():
 
 def test_without_a_batch_passes_are_not_priced():
     found = plan(network("chain"), 2)
+    needs, received = zip(*((x.needs, -max(x.received)) for x in found.priced), strict=True)
+    assert [*needs] == sorted(needs) and [*received] == sorted(received)
     assert found.breakdown["seconds"]["passes"] == 0
     assert any("no batch was given" in text for text in found.assumptions)
-
-
-def test_the_model_still_trains_after_a_plan():
-    class Rotary(nn.Linear):
-        table = None
-
-        def forward(self, x):
-            if self.table is None:
-                self.table = torch.arange(4.0).cos()
-            return super().forward(x * self.table)
-
-    net, x = Rotary(4, 3), torch.ones(2, 4)
-    plan(net, 2, batch=x)
-    net(x).sum().backward()
-    plan(net, 2, batch=x)  # after a real pass, too
 
 
 def test_a_share_is_of_the_devices_memory():
@@ -146,21 +133,8 @@ def test_a_share_is_of_the_devices_memory():
 def test_options_name_the_strategies(options, titles):
     found = plan(network("chain"), 4, **options)
     assert [one.candidate.title for one in found.priced] == titles
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"optimizer": torch.optim.Adam}, "Invalid optimizer: .*it must be a K-FAC class"),
-        ({"grad_worker_fraction": 0.3}, "Invalid grad_worker_fraction: .*does not divide 5"),
-        ({"device": "abacus"}, "Invalid device: 'abacus'; choose from"),
-        ({"memory_budget": "much"}, "Invalid memory_budget: 'much'"),
-    ],
-)
-def test_faults_are_named(given, said):
-    with pytest.raises(ValueError, match=said):
-        plan(network("chain"), 5, **given)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dampng'"):
-        plan(network("chain"), 5, dampng=1)
-    with pytest.raises(ValueError, match="no layer that K-FAC covers"):
-        plan(nn.LayerNorm(3), 5)
+    for one in found.priced:
+        settled = KFACAdam(network("chain"), **one.options).preconditioner.options
+        assert settled.strategy == one.candidate.strategy
+    with pytest.raises(ValueError, match=r"Invalid optimizer: .*it must be a K-FAC class"):
+        plan(network("chain"), 4, optimizer=torch.optim.Adam, **options)

@@ -60,12 +60,6 @@ def test_products_of_a_stack_by_hand():
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
 
 
-def test_passes_take_their_operations_and_their_bytes():
-    made = clock(Opt(), 1, passes=Passes(1e9, {}, 5e8))
-    # 0.5 TFLOP/s and 10 GB/s.
-    assert made.always(0)["passes"] == pytest.approx(1 / 500 + 0.5 / 10)
-
-
 def test_the_busiest_rank_decomposes_for_all():
     made = clock(LayerWise(), 3)
     root = HARDWARE.times["roots"].seconds
@@ -108,13 +102,6 @@ def test_the_mean_is_that_of_an_interval():
     slots = len(schedule.gathering_slots(4)), len(schedule.refresh_slots(4, 8))
     added = slots[0] * (gathering - quiet) / 4 + slots[1] * (refreshing - quiet) / 8
     assert mean == pytest.approx(quiet + added)
-
-
-def test_averaged_gradients_hide_behind_the_backward_pass():
-    plain = clock(Opt(), 4).always(0)["average gradients"]
-    some = clock(Opt(), 4, passes=Passes(1e7)).always(0)["average gradients"]
-    assert 0 < some < plain
-    assert clock(Opt(), 4, passes=Passes(1e15)).always(0)["average gradients"] == 0
 
 
 def test_ranks_of_one_row_are_on_one_node():

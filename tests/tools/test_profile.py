@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -50,18 +49,6 @@ def test_the_interval_reaches_from_one_refresh_to_the_next():
     found = profile(nn.Linear(3, 2), torch.randn(4, 3), optimizer=KFACSGD, lr=0.1, **options)
     own = {row.stage: row for row in found.rows}
     assert found.steps == 3 and own["decompose"].mean > 0 and "length" not in own
-
-
-def test_the_interval_by_default_has_no_early_refresh(monkeypatch):
-    begun = []
-
-    def timed(count, net, passes, optimizer):
-        begun.append(optimizer.preconditioner.steps)
-        return Counter({"capture": 1.0}), 2.0
-
-    monkeypatch.setattr(profiles, "_timed", timed)
-    profile(nn.Linear(3, 2), torch.randn(4, 3), optimizer=KFACSGD, lr=0.1)
-    assert begun == [0, 160]  # the last early refresh is in step 160, behind this one
 
 
 def test_a_model_on_the_meta_device_is_filled():
