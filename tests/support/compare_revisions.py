@@ -9,8 +9,7 @@ tree if it is left out, with its uncommitted changes.
 ``state head.weight: kfac_status``, ``memory pending`` and ``volume gradients``.
 ``--write-golden [FILE]`` writes names, shapes and dtypes of the states of one process.
 
-A commit's results are kept in ``.compare_cache`` in the temporary folder. Only public names of the
-package are used here, so that one driver serves both revisions.
+Only public names of the package are used here, so that one driver serves both revisions.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import argparse
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -43,7 +40,6 @@ WORLDS = (1, 2, 4)
 FEW = (1, 2)  # of cases whose like is trained on 4 ranks
 ROWS = 8  # examples of a step, of all ranks together
 PATIENCE = 120  # seconds that a rank waits for others
-GRACE = 5  # seconds for the other ranks to end after one has failed
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_state.json"
 
@@ -324,10 +320,10 @@ def bits(tensor: Any) -> str:
     return hashlib.blake2b(data, digest_size=6).hexdigest()
 
 
-def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> None:
-    """Train the cases in a row, in one process group, and write a line for each.
+def train_all(rank: int, names: list[str], world: int, tree: str, out: str) -> None:
+    """Train the cases in a row, in one process group, and write what came of them.
 
-    A group of ranks ends where one has failed: what the others wait for then is not known.
+    A group ends where one of its ranks has failed: what the others wait for then is not known.
     """
     import kaisa_optim
 
@@ -338,119 +334,65 @@ def train_all(names: list[str], world: int, rank: int, tree: str, out: str) -> N
     if world > 1:
         meeting, wait = f"file://{out}/store", timedelta(seconds=PATIENCE)
         dist.init_process_group("gloo", meeting, wait, world, rank)
-    with Path(out, f"{rank}.jsonl").open("w") as lines:
-        for name in names:
-            began = time.perf_counter()
-            try:
-                hashes, end = train(CASES[name])
-                result = {"steps": hashes, "end": end, "seconds": time.perf_counter() - began}
-            except Exception as error:
-                result = {"error": f"{type(error).__name__}: {error}"[:500], "at": time.time()}
-            print(json.dumps([name, result]), file=lines, flush=True)
-            if "error" in result and world > 1:
-                os._exit(1)  # destructors of the group would wait for its ranks
-    if world > 1:
-        dist.barrier()
-        dist.destroy_process_group()
+    results = {}
+    for name in names:
+        try:
+            steps, end = train(CASES[name])
+            results[name] = {"steps": steps, "end": end}
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+            if world > 1:
+                break
+    Path(out, f"{rank}.json").write_text(json.dumps(results))
+    os._exit(0)  # destructors of the group would wait for its ranks
 
 
 # ---- comparing ----
 
-
-LATE = "ended after another rank"
-Results = dict[str, dict[str, Any]]  # by "world-rank", then by case
+Results = dict[str, dict[str, Any]]  # by world and rank, then by case
 
 
-def run_revision(tree: str, names: list[str], world: int) -> Results:
-    """Train with the package of a tree, in processes of its own; begin anew after a failure."""
-    found: Results = {f"{world}-{rank}": {} for rank in range(world)}
-    waiting = [name for name in names if world in CASES[name].worlds]
-    while waiting:
-        with tempfile.TemporaryDirectory() as out:
-            errors = run_group(tree, waiting, world, out)
-            lines = [Path(out, f"{rank}.jsonl") for rank in range(world)]
-            ranks = [
-                dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
-                for path in lines
-            ]
-        # On one process, a case with an error is no reason to begin anew.
-        broken = [
-            any(name not in rank or (world > 1 and "error" in rank[name]) for rank in ranks)
-            for name in waiting
-        ]
-        failed = waiting[broken.index(True)] if any(broken) else ""
-        if failed == waiting[0] and not any(failed in rank for rank in ranks):
-            raise SystemExit(f"{tree}: no training on {world} ranks: {errors}")
-        if failed:
-            # Errors of the others follow from the first, and differ from run to run.
-            first = min(r[failed].get("at", math.inf) for r in ranks if failed in r)
-            for rank in ranks:
-                if rank.get(failed, {}).get("at") != first:
-                    rank[failed] = {"error": LATE}
-        for where, rank in zip(found.values(), ranks, strict=True):
-            where.update(rank)
-        waiting = waiting[waiting.index(failed) + 1 :] if failed else []
-    return found
-
-
-def run_group(tree: str, names: list[str], world: int, out: str) -> str:
-    """Run the ranks; end all once one has failed. Return the end of what the first has said."""
-    command = [sys.executable, __file__, "--train", json.dumps([names, world, tree, out])]
+def run_revision(tree: str, names: list[str], worlds: list[int]) -> Results:
+    """Train with the package of a tree, in processes of its own."""
+    found: Results = {}
     environment = {**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"}
-    ranks = []
-    for rank in range(world):
-        with Path(out, f"{rank}.log").open("w") as log:
-            own = [*command, "--rank", str(rank)]
-            ranks.append(subprocess.Popen(own, env=environment, cwd=out, stdout=log, stderr=log))
-    deadline = None
-    while any(rank.poll() is None for rank in ranks):
-        if deadline is None and any(rank.poll() for rank in ranks):
-            deadline = time.monotonic() + GRACE
-        if deadline is not None and time.monotonic() > deadline:
-            for process in ranks:
-                process.kill()
-        time.sleep(0.05)
-    failed = [i for i, rank in enumerate(ranks) if rank.returncode]
-    logs = [Path(out, f"{i}.log").read_text() for i in failed]
-    return next((log.strip()[-500:] for log in logs if log.strip()), "no output") if failed else ""
+    for world in worlds:
+        chosen = [name for name in names if world in CASES[name].worlds]
+        with tempfile.TemporaryDirectory() as out:
+            ranks = [
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        __file__,
+                        "--train",
+                        json.dumps([i, chosen, world, tree, out]),
+                    ],
+                    env=environment,
+                    cwd=out,
+                )
+                for i in range(world)
+            ]
+            if any([rank.wait() for rank in ranks]):
+                raise SystemExit(f"{tree}: no training on {world} ranks")
+            for i in range(world):
+                path = Path(out, f"{i}.json")
+                found[f"world {world}, rank {i}"] = json.loads(path.read_text())
+    return found
 
 
 def results_of(revision: str, names: list[str], worlds: list[int]) -> Results:
-    """Return the results of a revision; those of a commit are kept, with all cases."""
-    git = ["git", "-C", str(Path(__file__).parents[2])]
-    found: Results = {}
+    """Return the results of a revision, or of the working tree."""
+    root = Path(__file__).parents[2]
     if revision == ".":
-        top = subprocess.check_output([*git, "rev-parse", "--show-toplevel"], text=True).strip()
-        for world in worlds:
-            found |= run_revision(top, names, world)
-        return found
-    commit = f"{revision}^{{commit}}"
-    commit = subprocess.check_output([*git, "rev-parse", "--verify", commit], text=True).strip()
-    driver = hashlib.blake2b(Path(__file__).read_bytes(), digest_size=6).hexdigest()
-    kept = Path(tempfile.gettempdir(), ".compare_cache", f"{commit}-{driver}-{torch.__version__}")
-    missing = [world for world in worlds if not (kept / f"{world}.json").exists()]
-    found = {}
-    for world in worlds:
-        if world not in missing:
-            found |= json.loads((kept / f"{world}.json").read_text())
-    if missing:
-        kept.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            tree = str(Path(folder, "tree"))
-            subprocess.check_call([*git, "worktree", "add", "--detach", "-q", tree, commit])
-            try:
-                for world in missing:
-                    trained = run_revision(tree, list(CASES), world)
-                    found |= trained
-                    if not any("error" in x for rank in trained.values() for x in rank.values()):
-                        # A file that is whole at any time, also beside another run of the tool.
-                        path = kept / f"{world}.json"
-                        written = path.with_suffix(f".{os.getpid()}")
-                        written.write_text(json.dumps(trained))
-                        written.replace(path)
-            finally:
-                subprocess.check_call([*git, "worktree", "remove", "--force", tree])
-    return found
+        return run_revision(str(root), names, worlds)
+    git = ["git", "-C", str(root), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = str(Path(folder, "tree"))
+        subprocess.check_call([*git, "add", "--detach", "-q", tree, revision])
+        try:
+            return run_revision(tree, names, worlds)
+        finally:
+            subprocess.check_call([*git, "remove", "--force", tree])
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], ignored: str) -> Iterator[str]:
@@ -480,25 +422,20 @@ def differences(old: dict[str, Any], new: dict[str, Any], ignored: str) -> Itera
 
 def compare(pair: list[str], names: list[str], worlds: list[int], ignored: str) -> bool:
     """Print one line a case; return whether all are equal."""
-    results = [results_of(revision, names, worlds) for revision in pair]
+    before, now = (results_of(revision, names, worlds) for revision in pair)
     equal = True
     for name in names:
-        found, failed = [], []
-        for where in results[0]:
-            if name in results[0][where]:
-                old, new = (result[where][name] for result in results)
-                world, rank = where.split("-")
-                place = f"world {world}, rank {rank}"
-                found += [f"{place}: {text}" for text in differences(old, new, ignored)]
-                failed += [f"{place}: {new['error']}"] if "error" in new else []
-        status = f"FAILS IN BOTH: {failed[0]}" if failed and not found else "equal"
-        status = (
-            f"DIFFERS: {'; '.join(sorted(found, key=lambda text: LATE in text)[:4])}"
-            if found
-            else status
-        )
-        print(f"{name}: {status}", flush=True)
-        equal = equal and not found and not failed
+        told, failed = [], []
+        for place, cases in before.items():
+            if all(place.partition(",")[0] != f"world {n}" for n in CASES[name].worlds):
+                continue
+            missing = {"error": "not trained, as another set or rank failed"}
+            old, new = cases.get(name, missing), now[place].get(name, missing)
+            told += [f"{place}: {text}" for text in differences(old, new, ignored)]
+            failed += [f"{place}: {new['error']}"] if "error" in new else []
+        equal = equal and not told and not failed
+        status = f"FAILS IN BOTH: {failed[0]}" if failed else "equal"
+        print(f"{name}: {'DIFFERS: ' + '; '.join(told[:4]) if told else status}", flush=True)
     return equal
 
 
@@ -524,13 +461,11 @@ def main() -> None:
     parser.add_argument("--ignore", default="", help="a pattern of what may differ")
     parser.add_argument("--write-golden", nargs="?", const=str(GOLDEN), metavar="FILE")
     parser.add_argument("--train", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     names = [name for name in CASES if re.search(given.sets, name)]
     worlds = [int(world) for world in given.worlds.split(",")]
     if given.train:
-        chosen, world, tree, out = json.loads(given.train)
-        train_all(chosen, world, given.rank, tree, out)
+        train_all(*json.loads(given.train))
     elif given.write_golden:
         Path(given.write_golden).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
     elif not 1 <= len(given.revisions) <= 2 or not names:
