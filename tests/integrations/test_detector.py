@@ -110,6 +110,7 @@ def train(make: Callable[[nn.Module], torch.optim.Optimizer], seed: int) -> list
     return losses
 
 
+@pytest.mark.maintainer
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize(
     ("make", "most"),

@@ -67,6 +67,7 @@ def test_batch_scripts_start_the_applications_that_there_are(path):
         assert (EXAMPLES.parent / "benchmarks" / "applications" / f"{module}.py").exists()
 
 
+@pytest.mark.maintainer
 @pytest.mark.parametrize(
     ("name", "ranks", "parameters", "operations"),
     [

@@ -359,19 +359,9 @@ def run_revision(tree: str, names: list[str], worlds: list[int]) -> Results:
     for world in worlds:
         chosen = [name for name in names if world in CASES[name].worlds]
         with tempfile.TemporaryDirectory() as out:
-            ranks = [
-                subprocess.Popen(
-                    [
-                        sys.executable,
-                        __file__,
-                        "--train",
-                        json.dumps([i, chosen, world, tree, out]),
-                    ],
-                    env=environment,
-                    cwd=out,
-                )
-                for i in range(world)
-            ]
+            told = [json.dumps([i, chosen, world, tree, out]) for i in range(world)]
+            commands = [[sys.executable, __file__, "--train", text] for text in told]
+            ranks = [subprocess.Popen(x, env=environment, cwd=out) for x in commands]
             if any([rank.wait() for rank in ranks]):
                 raise SystemExit(f"{tree}: no training on {world} ranks")
             for i in range(world):
