@@ -24,6 +24,7 @@ from torch.utils import backend_registration
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
+from tests.support.compare_revisions import Images, Tokens
 from tests.support.training import descend
 from tests.support.watch import Body
 
@@ -51,46 +52,6 @@ def _begin() -> None:
     group.WITH_STREAMS.add(accelerator.NAME)
     event = SimpleNamespace(synchronize=lambda: None)
     refresh.noted = lambda numbers: (accelerator.numbers_of(numbers).clone(), event)
-
-
-class Images(nn.Module):
-    """All kinds of layers for images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.grouped = nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False)
-        self.groups = nn.GroupNorm(2, 4)
-        # Of a kernel as wide as its stride A has each eigenvalue four times: any basis would do.
-        self.wider = nn.ConvTranspose2d(4, 2, 3, stride=2, padding=1, output_padding=1)
-        self.same = nn.Conv2d(2, 2, 3, padding=1)
-        self.last = nn.Linear(72, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.first(x)))
-        x = torch.tanh(self.wider(self.groups(self.grouped(x))))
-        return self.last(self.same(x).flatten(1))
-
-
-class Tokens(nn.Module):
-    """All kinds of layers for sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(9, 6)
-        self.near = nn.Conv1d(6, 6, 3, padding=1)
-        self.mix = nn.MultiheadAttention(6, 2, bias=False, batch_first=True)
-        self.norm = nn.LayerNorm(6)
-        self.root = nn.RMSNorm(6)
-        self.hidden = nn.Linear(6, 6)
-        self.last = nn.Linear(6, 9)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.words(x)
-        x = x + self.near(x.mT).mT
-        x = self.norm(x + self.mix(x, x, x, need_weights=False)[0])
-        return self.last(torch.tanh(self.hidden(self.root(x))))
 
 
 def batches(

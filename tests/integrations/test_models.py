@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
@@ -195,24 +194,3 @@ def test_gpt2_under_a_checkpoint():
     net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT))
     net.gradient_checkpointing_enable()
     train(net, on_words, 1, KFACAdam)
-
-
-# ---------------------------------------------------------------- images
-
-
-def on_classes(size: int) -> Loss:
-    def loss(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(torch.randn(4, 3, size, size)), torch.arange(4))
-
-    return loss
-
-
-# Networks of 32 pixels a side, but for one.
-VISION = ["resnet18", "densenet121", "mobilenet_v3_small", "convnext_tiny", "swin_t", "vit_b_16"]
-
-
-@pytest.mark.parametrize("name", VISION)
-def test_torchvision(name):
-    options = {"image_size": 32} if name.startswith("vit") else {}
-    net = getattr(library("torchvision").models, name)(num_classes=5, **options)
-    train(net, on_classes(32), 1, KFACSGD, 3, max_factor_size=64)
