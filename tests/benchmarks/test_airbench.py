@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import airbench
-from benchmarks.airbench import CONTESTANTS, SHIFT, Network, augmented, mirrored, patches, share
+from benchmarks.airbench import CONTESTANTS, SHIFT, Network, augmented, patches, share
 
 
 def images(count: int = 40) -> torch.Tensor:
@@ -31,13 +31,6 @@ def test_the_first_layer_whitens():
     torch.testing.assert_close(out[:, 12:], -out[:, :12])
 
 
-def test_an_image_is_mirrored_in_every_other_epoch():
-    first = torch.rand(50) < 0.5
-    seen = torch.stack([mirrored(first, epoch) for epoch in range(6)])
-    assert torch.equal(seen[0], first) and 0 < first.sum() < 50
-    assert (seen[1:] != seen[:-1]).all()
-
-
 def test_crops_are_of_the_image_and_its_mirror():
     picture = torch.arange(2 * 3 * 8 * 8).view(2, 3, 8, 8)
     padded = airbench.with_border(picture, torch.zeros(3), torch.ones(3))
@@ -52,18 +45,6 @@ def test_crops_are_of_the_image_and_its_mirror():
             met.update(equal)
             assert equal
     assert len(met) == (2 * SHIFT + 1) ** 2
-
-
-def test_convolutions_hand_their_inputs_on_and_logits_are_scaled():
-    net = Network(images(), (32, 40, 40))
-    x = torch.randn(2, 24, 6, 6)
-    torch.testing.assert_close(net.blocks[0][0](x)[:, :24], x)
-    assert not any(norm.weight.requires_grad for norm in (net.blocks[0][2], net.blocks[0][5]))
-    net.head.weight.data.fill_(1.0)
-    net.eval()
-    features = net.blocks(F.gelu(net.whiten(images())))
-    total = features.amax((2, 3)).sum(1, keepdim=True)
-    torch.testing.assert_close(net(images()), (total / 9).expand(-1, 10))
 
 
 def test_schedules_end_where_they_should():

@@ -182,32 +182,6 @@ def test_settings_that_two_have_in_common_fall_on_the_same_places():
     }
 
 
-@pytest.mark.parametrize("trials", [1, 6, 8])
-def test_trials_are_spread_over_each_range(trials):
-    """One in each part; few drawn at random can all miss a third of it."""
-    one = Contestant("one", None, {"lr": between(1e-3, 1), "beta1": one_of(0.9, 0.95)})
-    for task in ("a", "b", "c"):
-        draws = one.draw(task, trials)
-        parts = sorted(trials * math.log(config["lr"] * 1e3) / math.log(1e3) for config in draws)
-        # Rates are rounded to two digits, by at most a twentieth.
-        assert all(i - 0.1 < part < i + 1.1 for i, part in enumerate(parts))
-        if trials > 1:
-            assert [c["beta1"] for c in draws].count(0.9) == trials / 2
-            assert [c["lr"] for c in draws] != sorted(c["lr"] for c in draws)
-    assert one.draw("a", trials) == one.draw("a", trials) != one.draw("b", trials)
-
-
-@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB"])
-@pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
-def test_matrices_alone_have_lambs_trust_ratio(name, task):
-    (config,) = CONTESTANTS[name].draw("a", 1, task.ends)
-    optimizers = CONTESTANTS[name].build(task.network(), config, task.kfac)
-    groups = [group for one in optimizers for group in one.param_groups]
-    decays = {(p.dim() > 1, group["weight_decay"]) for group in groups for p in group["params"]}
-    assert decays == {(True, 0.01), (False, 0.0)}
-
-
 @pytest.mark.usefixtures("short")
 def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
     task, store = line(), search.Store(tmp_path / "runs.json")
@@ -300,14 +274,6 @@ def test_who_takes_part_and_why_not():
 def test_a_run_that_diverges_ends(tmp_path):
     run = search.train(line(), DATA, plain(5.0), {"lr": 5.0}, 0, 40)
     assert run.loss == math.inf and run.curve[-1][0] < 40
-
-
-def test_a_run_may_come_back_from_a_bad_moment():
-    """Early running statistics of batch normalization made a U-Net's loss four times the first."""
-    losses = [(1.0, None), (50.0, None), (2.0, None), (1.0, None), (0.5, None)]
-    with mock.patch.object(Task, "measure", side_effect=losses):
-        run = search.train(line(), DATA, plain(0.1), {"lr": 0.1}, 0, 40)
-    assert run.loss == 0.5 and [point[2] for point in run.curve] == [loss for loss, _ in losses]
 
 
 @pytest.mark.parametrize("needed", range(1, 41))

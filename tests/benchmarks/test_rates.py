@@ -66,22 +66,3 @@ def test_settings_of_the_best_rate(runs, tmp_path):
     assert rates.best_settings(tmp_path, task, ["SGD"]) == {}
     with pytest.raises(SystemExit, match="--rated SGD: no rates on digits-256 in"):
         convergence.main(["digits-256", "--rated", "SGD", "--out", str(tmp_path)])
-
-
-def told(folder, capsys, losses):
-    """Return the report's lines of ``{(optimizer, lr): losses of the seeds}``."""
-    kept = rates.Kept.here(folder, TASKS["digits-256"], 0.5)
-    for (optimizer, lr), found in losses.items():
-        for seed, loss in enumerate(found):
-            kept.add(rates.Order("digits-256", optimizer, lr, seed), loss, 1.0, "cpu")
-    rates.report(kept)
-    return capsys.readouterr().out.splitlines()
-
-
-def test_rates_that_no_user_of_the_base_has_are_marked_apart(tmp_path, capsys):
-    """The base ends at more than 1.5 times its best loss there."""
-    base = {("AdamW", lr): [loss] for lr, loss in ((0.001, 1.0), (0.01, 1.4), (0.1, 2.0))}
-    ours = {("KFACAdam", lr): [loss] for lr, loss in ((0.001, 1.01), (0.01, 1.5), (0.1, 3.0))}
-    lines = told(tmp_path, capsys, base | ours)
-    assert "0.001: 1.01  0.01: 1.5!  0.1: 3?; within 1.1 of the best: 0.001-0.001" in lines[2]
-    assert "!" not in lines[1] and "?" not in lines[1]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
@@ -78,17 +76,6 @@ def linear(passes: int = 1) -> Task:
     )  # fmt: skip
 
 
-def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
-    trainer = Trainer(linear(passes=3), "cpu", lambda *_: [], (1, 1))
-    twin = Trainer(linear(), "cpu", lambda *_: [], (1, 1))
-    trainer.run(1)
-    batches = list(itertools.islice(twin.batches, 3))
-    inputs = torch.cat([x for x, _ in batches])
-    assert len(torch.unique(inputs, dim=0)) == 12
-    F.cross_entropy(twin.model(inputs), torch.cat([y for _, y in batches])).backward()
-    torch.testing.assert_close(trainer.model.weight.grad, twin.model.weight.grad)
-
-
 def process(trainer: Trainer) -> int:
     return os.getpid()
 
@@ -113,14 +100,6 @@ def test_a_contestant_trains_in_a_process_of_its_own():
         for _ in range(2):
             with pytest.raises(RuntimeError, match="ended with code 7"):
                 apart(end)
-
-
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_operations_of_preconditioning_are_counted(method):
-    trainer = Trainer(linear(), "cpu", ours(compute_method=method), (1, 1))
-    trainer.run(1)
-    sides = 2 * 2 * 2 * 4 + 2 * 2 * 4 * 4  # of a matrix [2, 4], the bias its last column
-    assert steps.preconditioning(trainer) == sides * (2 if method == "eigen" else 1)
 
 
 @pytest.mark.parametrize("name", OURS)

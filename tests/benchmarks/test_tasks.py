@@ -8,9 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks import data as sets
 from benchmarks.convergence import search, tasks
@@ -42,23 +40,6 @@ def test_cifar_is_the_same_in_both_of_its_formats(tmp_path):
         assert images[4, 2, 5, 7] == two[0][1, 2 * 1024 + 5 * 32 + 7]
 
 
-def test_nuclei_are_joined_and_kept_beside_their_images(tmp_path):
-    for part in ("images", "labels"):
-        (tmp_path / "nuclei" / part).mkdir(parents=True)
-    for i in range(2):
-        pixels = np.full((4, 6, 3), 10 * i, np.uint8)
-        pixels[0, 1] = 1, 2, 3
-        Image.fromarray(pixels).save(tmp_path / "nuclei" / "images" / f"{i}.png")
-        label = np.zeros((4, 6), np.uint16)
-        label[i, :2] = 1, 300
-        Image.fromarray(label).save(tmp_path / "nuclei" / "labels" / f"{i}.png")
-    images, masks = sets.nuclei(tmp_path)
-    assert images.shape == (2, 3, 4, 6) and images[1, :, 0, 1].tolist() == [1, 2, 3]
-    assert images[1, :, 2, 2].tolist() == [10] * 3
-    assert masks.shape == (2, 1, 4, 6)
-    assert [m.nonzero()[:, 1:].tolist() for m in masks] == [[[0, 0], [0, 1]], [[1, 0], [1, 1]]]
-
-
 # ---- batches ----
 
 
@@ -71,24 +52,6 @@ def test_an_epoch_has_every_example_once():
     assert torch.cat(first).tolist() != torch.cat(second).tolist()
     with pytest.raises(ValueError, match="11 of 10 examples"):
         next(tasks.epochs(10, 11, torch.Generator()))
-
-
-def test_augmented_images_are_moved_and_mirrored_ones():
-    images = torch.arange(1, 1 + 40 * 3 * 5 * 4, dtype=torch.int32).view(40, 3, 5, 4)
-    found = tasks.augmented(images, torch.Generator().manual_seed(0), shift=1)
-    seen = set()
-    for image, new in zip(images, found, strict=True):
-        padded = F.pad(image, (1, 1, 1, 1))
-        ways = {
-            (top, left, flip): crop.flip(2) if flip else crop
-            for top in range(3)
-            for left in range(3)
-            for flip in (False, True)
-            for crop in [padded[:, top : top + 5, left : left + 4]]
-        }
-        (way,) = [way for way, made in ways.items() if torch.equal(made, new)]
-        seen.add(way)
-    assert {flip for *_, flip in seen} == {False, True} and len(seen) > 9
 
 
 def pictures():
