@@ -210,16 +210,6 @@ def test_an_order_is_the_same_from_any_step_on():
     assert not set(next(other)[1].tolist()) & set(whole[0][1])
 
 
-def test_learning_rates():
-    rate = common.warm_cosine(100, warm=0.1)
-    assert [rate(0), rate(9), rate(10)] == pytest.approx([0.1, 1.0, 1.0])
-    assert rate(55) == pytest.approx(0.5) and rate(100) == pytest.approx(0)
-    papers = common.papers_rate(4, 10, (35, 75))
-    assert [papers(s) for s in (0, 25, 50, 349, 350, 750)] == pytest.approx(
-        [0.25, 0.625, 1, 1, 0.1, 0.01]
-    )
-
-
 def written(path, members):
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as tar:

@@ -139,14 +139,6 @@ def test_the_worse_of_two_seeds_decides(tmp_path, first, second, best):
     assert searched(tmp_path, losses, loss_of, steps=40)[0] == best
 
 
-@pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])
-def test_nothing_is_judged_by_a_schedule_of_a_few_steps(tmp_path, horizon, rungs):
-    store = search.Store(tmp_path / "runs.json")
-    task = dataclasses.replace(line(), steps=horizon)
-    search.search(task, DATA, plain(1e-4, 1e-3, 1e-2, 1e-1), store, trials=12)
-    assert {run["steps"] for run in store.done.values()} == rungs
-
-
 def half_written(path, text):
     path.write_bytes(text[: len(text) // 2].encode())
     raise OSError("disk full")

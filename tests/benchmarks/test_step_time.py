@@ -16,7 +16,6 @@ from benchmarks.step_time import steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
 from benchmarks.step_time.tasks import DEFAULT, SHORT, TASKS, Task
-from kaisa_optim import KFACSGD
 
 
 def parameters(module: nn.Module) -> int:
@@ -117,19 +116,7 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     assert refreshed[0] // TURN == 2 and refreshed[0] in gathered
 
 
-def test_the_defaults_that_are_timed_are_the_packages():
-    kfac = KFACSGD(nn.Linear(3, 2)).preconditioner
-    assert (kfac.factor_update_steps, kfac.inv_update_steps) == DEFAULT
-
-
 # ---- steps ----
-
-
-def test_ratios_are_taken_within_a_round():
-    base = [[(0.001, 0.001)], [(0.010, 0.010)], [(0.002, 0.002)]]  # another load in each
-    own = [[(0.002, 0.001)], [(0.014, 0.010)], [(0.002, 0.006)]]
-    one = steps.compared("KFACSGD", own, base)
-    assert (one.ms, one.ratio, one.part) == pytest.approx((8.0, 1.5, 4.0))
 
 
 def measured(name: str, part: float, peak: float | None = None) -> steps.Measured:

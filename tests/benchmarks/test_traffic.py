@@ -39,12 +39,6 @@ def test_factors_take_half_of_the_papers_traffic_at_most(model, strategy, every)
     assert 0 < ours <= papers / 2
 
 
-def test_parameters_are_those_of_the_models():
-    # torchvision's ResNet-50; BERT-Large with a decoder of its own; without norms.
-    assert traffic.parameters(traffic.resnet50()) == 25_557_032 - 2 * 26_560
-    assert traffic.parameters(traffic.bert_large()) == 336_226_108 + (30522 - 2 * 50) * 1024
-
-
 @pytest.mark.parametrize("world", [2, 8, 16, 64, 512])
 @pytest.mark.parametrize("strategy", list(traffic.STRATEGIES))
 @pytest.mark.parametrize("model", list(traffic.MODELS))

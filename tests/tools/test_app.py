@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from kaisa_optim.tools import app, calibration, hardware, plan
+from kaisa_optim.tools import app, calibration, command, hardware, plan
 from tests.tools.test_hardware import PLAIN
 
 HERE = "tests.tools.test_app"
@@ -74,8 +75,8 @@ def test_a_plan_is_a_table():
 def test_the_plan_in_the_readme_is_what_the_command_prints():
     pytest.importorskip("transformers")
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    command, shown = re.search(r"^\$ kaisa (plan .*)\n((?:.+\n)+?)```", readme, flags=re.M).groups()
-    printed = [line.split() for line in kaisa(*command.split()).output.splitlines()]
+    asked, shown = re.search(r"^\$ kaisa (plan .*)\n((?:.+\n)+?)```", readme, flags=re.M).groups()
+    printed = [line.split() for line in kaisa(*asked.split()).output.splitlines()]
     for line in shown.splitlines():
         assert line.split() in printed, line
 
@@ -138,16 +139,16 @@ def test_faults_are_one_line_and_exit_with_2(arguments, said):
 
 
 @pytest.mark.parametrize("how", ["RuntimeError", "ValueError", "TypeError", "OSError", "exit"])
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_a_failing_factory_does_not_look_as_if_nothing_fits(command, how):
-    told = kaisa(command, f"{HERE}:failing", "--ranks", 2, "--arg", f"how={how}")
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_a_failing_factory_does_not_look_as_if_nothing_fits(name, how):
+    told = kaisa(name, f"{HERE}:failing", "--ranks", 2, "--arg", f"how={how}")
     assert told.exit_code == app.FAILED == 3
     assert "Traceback" in told.stderr and "in failing" in told.stderr
 
 
 def test_printing_does_not_break_json():
-    for command in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
-        told = kaisa(command[0], f"{HERE}:chatty", *command[1:], "--json")
+    for name, *how in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
+        told = kaisa(name, f"{HERE}:chatty", *how, "--json")
         assert json.loads(told.stdout)["optimizer"] == "KFACAdam", told.output
         assert "a factory" in told.stderr and "a pass" in told.stderr
 
@@ -231,3 +232,34 @@ def test_a_profile_is_written_and_checked(tmp_path, monkeypatch):
     assert told.exit_code == 0 and "measured ms" in told.output and "+0 %" in told.output
     assert asked == [("cpu", 3), ("cpu", 2)]
     assert kaisa("calibrate", "--check", "abacus").exit_code == 2
+
+
+# ---- without its libraries ----
+
+
+def lacking(name):
+    def import_module(asked):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    return import_module
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_a_missing_extra_is_named(monkeypatch, capsys, name):
+    monkeypatch.setattr(importlib, "import_module", lacking(name))
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert f"kaisa needs {name}: pip install 'kaisa_optim[tools]'" in capsys.readouterr().err
+
+
+def test_another_missing_module_is_no_missing_extra(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", lacking("torch"))
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        command.main()
+
+
+def test_plans_need_no_extra():
+    """From Python, neither typer nor rich is imported."""
+    code = "import kaisa_optim.tools, sys; sys.exit({'typer', 'rich'} & {*sys.modules} or None)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,7 +12,7 @@ from kaisa_optim.tools.pictures import draw_plan, draw_timeline
 from kaisa_optim.tools.simulation import simulate
 from tests.support.cluster import network
 from tests.tools.test_prices import HARDWARE
-from tests.tools.test_simulation import CASE_WITH_PASSES
+from tests.tools.test_simulation import CASE
 
 pytest.importorskip("matplotlib")
 
@@ -49,16 +49,6 @@ def test_memory_against_traffic(tmp_path, monkeypatch, budget):
     assert (width, height) == (720, 480)
 
 
-def test_points_that_lie_upon_each_other_have_one_name(tmp_path, monkeypatch):
-    titles: list[str] = []
-    spy(monkeypatch, "annotate", lambda text, *_, **__: titles.append(text))
-    found = plan(network("tokens"), 8, "1GB")
-    one, other, *_ = found.priced
-    assert one is found.best and abs(one.needs - other.needs) < 0.01 * one.needs
-    draw_plan(found, tmp_path / "plan.png")
-    assert titles == ["layer-wise", "4/8", "opt"]  # 2/8 lies upon layer-wise
-
-
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
     bars: dict[str, list[tuple[int, float, float]]] = {}
@@ -67,7 +57,7 @@ def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
         bars[label] = [*zip(ranks, starts, lengths, strict=True)]
 
     spy(monkeypatch, "barh", note)
-    found = simulate(CASE_WITH_PASSES, candidates(world)[0], world, HARDWARE)
+    found = simulate(CASE, candidates(world)[0], world, HARDWARE)
     path = tmp_path / "steps.png"
     draw_timeline(found, path)
     assert path.read_bytes().startswith(b"\x89PNG")

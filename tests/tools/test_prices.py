@@ -70,14 +70,6 @@ def test_the_busiest_rank_decomposes_for_all():
     assert made.refreshing(made.account.names, 0)["decompose"] == max(found.values())
 
 
-def test_statistics_follow_the_rows():
-    rows = {task.name: 1000 for task in TASKS[:1]}
-    made = clock(Opt(), 4, passes=Passes(0.0, rows))
-    product = HARDWARE.times["products"].seconds
-    sides = [(n * n * 1000) ** (1 / 3) for n in (200, 300)]
-    assert made.row_products(["0", "1"]) == pytest.approx(sum(map(product, sides)))
-
-
 @pytest.mark.parametrize("world", [1, 4, 8])
 def test_strategies_differ_in_the_stages_that_they_should(world):
     lw, half, opt = (times(clock(x, world)).mean for x in (LayerWise(), Hybrid(0.5), Opt()))
