@@ -113,18 +113,6 @@ def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
         assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
 
 
-def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
-    """Of twelve only the first three do not, of which one does when it runs longer."""
-
-    def loss_of(lr, seed, steps):
-        return float(lr) if lr <= (3 if steps == 25 else 2) else math.inf
-
-    best, store = searched(tmp_path, range(1, 13), loss_of)
-    assert best == 1
-    later = [run["config"]["lr"] for run in store.done.values() if run["steps"] > 25]
-    assert sorted(set(later)) == [1, 2, 3]
-
-
 def half_written(path, text):
     path.write_bytes(text[: len(text) // 2].encode())
     raise OSError("disk full")

@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import data as sets
 from benchmarks.convergence import search, tasks
 from benchmarks.convergence.contestants import CONTESTANTS
 from benchmarks.networks import CifarResNet, Transformer, UNet
 from kaisa_optim import KFACLAMB, KFACSGD
-
-# ---- loaders ----
-
-
-def test_cifar_is_the_same_in_both_of_its_formats(tmp_path):
-    generator = np.random.default_rng(0)
-    binary, python = tmp_path / "a" / "cifar-10-batches-bin", tmp_path / "b" / "cifar-10-batches-py"
-    binary.mkdir(parents=True), python.mkdir(parents=True)
-    written = {}
-    for name in ("data_batch_1", "data_batch_2", "test_batch"):
-        pixels = generator.integers(0, 256, (3, 3072), dtype=np.uint8)
-        labels = generator.integers(0, 10, 3).tolist()
-        written[name] = pixels, labels
-        records = np.concatenate([np.array(labels, np.uint8)[:, None], pixels], 1)
-        records.tofile(binary / f"{name}.bin")
-        (python / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": labels}))
-    for folder in (tmp_path / "a", python.parent):
-        (images, labels), (held, answers) = sets.cifar10(folder, batches=2)
-        one, two = written["data_batch_1"], written["data_batch_2"]
-        assert labels.tolist() == one[1] + two[1] and answers.tolist() == written["test_batch"][1]
-        assert images.shape == (6, 3, 32, 32) and held.shape == (3, 3, 32, 32)
-        # Planes of a colour, row by row.
-        assert images[4, 2, 5, 7] == two[0][1, 2 * 1024 + 5 * 32 + 7]
-
 
 # ---- batches ----
 
@@ -178,6 +151,3 @@ def test_accumulated_micro_batches_are_one_batch(cls):
     assert terms == [sum(int((y != -100).sum()) for _, y in ragged())] * 2
     for a, b in zip(*ends, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-10)
-
-
-# ---- networks ----

@@ -60,16 +60,6 @@ def test_products_of_a_stack_by_hand():
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
 
 
-def test_the_busiest_rank_decomposes_for_all():
-    made = clock(LayerWise(), 3)
-    root = HARDWARE.times["roots"].seconds
-    found = made.decompose(made.account.names)
-    assert sorted(found.values()) == pytest.approx(
-        sorted([root(200, n) + root(300, n) for n in (3, 3, 2)])
-    )
-    assert made.refreshing(made.account.names, 0)["decompose"] == max(found.values())
-
-
 @pytest.mark.parametrize("world", [1, 4, 8])
 def test_strategies_differ_in_the_stages_that_they_should(world):
     lw, half, opt = (times(clock(x, world)).mean for x in (LayerWise(), Hybrid(0.5), Opt()))
@@ -82,18 +72,6 @@ def test_strategies_differ_in_the_stages_that_they_should(world):
     assert 0 < half["share"] < opt["share"]
     assert 0 < half["hand out"] < lw["hand out"]
     assert lw["precondition"] < half["precondition"] < opt["precondition"]
-
-
-def test_the_mean_is_that_of_an_interval():
-    rows = {task.name: 500 for task in TASKS}
-    found = times(clock(Hybrid(0.5), 4, passes=Passes(1e9, rows)), 4, 8)
-    quiet, gathering, refreshing, mean = (sum(x.values()) for x in found)
-    assert 0 < quiet < min(gathering, refreshing)
-    made = clock(Hybrid(0.5), 4, passes=Passes(1e9, rows))
-    schedule = Schedule(made.account.layers, True)
-    slots = len(schedule.gathering_slots(4)), len(schedule.refresh_slots(4, 8))
-    added = slots[0] * (gathering - quiet) / 4 + slots[1] * (refreshing - quiet) / 8
-    assert mean == pytest.approx(quiet + added)
 
 
 def test_ranks_of_one_row_are_on_one_node():
