@@ -19,7 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from kaisa_optim.tools import app, calibration, command, hardware, plan
-from tests.tools.test_hardware import PLAIN
+from tests.tools.test_prices import PLAIN
 
 HERE = "tests.tools.test_app"
 NET = f"{HERE}:net"
