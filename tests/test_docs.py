@@ -111,7 +111,7 @@ def test_the_recipe_of_a_sharded_gpt_goes_on_in_a_longer_run_without_a_passage_t
     assert not set(resumed[0]) & set(resumed[1])
 
 
-@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("best", [False, pytest.param(True, marks=pytest.mark.maintainer)])
 def test_the_recipe_of_the_trainer_saves_what_all_ranks_hold(best, tmp_path):
     """With "best", the Trainer decides on a save after the callbacks of the step."""
     pytest.importorskip("transformers")
