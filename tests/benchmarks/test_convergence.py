@@ -1,4 +1,4 @@
-"""The search behind the convergence benchmark: fair, resumable, and honest about targets."""
+"""The convergence benchmark: fair searches, batches and losses, and losses over learning rates."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.convergence import contest, rates, search, seconds
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import contest, rates, search, seconds, tasks
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.muon import Muon
+from benchmarks.networks import CifarResNet, Transformer, UNet
 from benchmarks.recipes import Runs
+
+# ---- the search ----
 
 
 def line(steps: int = 40) -> Task:
@@ -308,3 +312,162 @@ def test_seconds_are_measured_in_turns(monkeypatch):
     assert order == [10, 10, 10, 5, 10, 0, 5, 0]
     assert (fast["seconds"], fast["of_its_seconds"], slow["seconds"]) == (8.0, 8 / 7, None)
     assert final[0]["ms per step"] == 1e3 * 7 / 35
+
+
+# ---- what is trained ----
+
+# ---- batches ----
+
+
+def test_an_epoch_has_every_example_once():
+    places = tasks.epochs(10, 4, torch.Generator().manual_seed(0))
+    first, second = ([next(places), next(places)] for _ in range(2))
+    for epoch in (first, second):
+        assert all(len(batch) == 4 for batch in epoch)
+        assert len(torch.cat(epoch).unique()) == 8  # two are left over
+    assert torch.cat(first).tolist() != torch.cat(second).tolist()
+    with pytest.raises(ValueError, match="11 of 10 examples"):
+        next(tasks.epochs(10, 11, torch.Generator()))
+
+
+def pictures():
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (64, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(10, (64,), generator=generator)
+
+
+def nuclei():
+    generator = torch.Generator().manual_seed(5)
+    masks = torch.randint(2, (9, 1, 140, 150), generator=generator, dtype=torch.uint8)
+    return 255 * masks.repeat(1, 3, 1, 1), masks
+
+
+def text():
+    return torch.randint(65, (4000,), generator=torch.Generator().manual_seed(5))
+
+
+def flat():
+    return torch.randint(256, (64, 20), generator=torch.Generator().manual_seed(5)).byte()
+
+
+SMALL = {
+    "fashion": (tasks.fashion(16, 3), flat, lambda: nn.Linear(20, 20)),
+    "resnet8": (tasks.resnet8(16, 3), pictures, lambda: CifarResNet(8)),
+    "unet": (tasks.unet(2, 3), nuclei, lambda: UNet(3, (2, 4))),
+    "masked": (tasks.TASKS["masked"], text, lambda: Transformer(66, 64, 8, 1, 2, 16)),
+}
+
+
+class Watched(nn.Module):
+    """Keeps what it is trained on; draws some of torch's own random numbers in each pass."""
+
+    def __init__(self, inner, seen, draws):
+        super().__init__()
+        self.inner, self.seen, self.draws = inner, seen, draws
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x.clone())
+            torch.rand(self.draws)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_contestants_see_the_same_batches(name):
+    task, make, network = SMALL[name]
+    data = (make(),) * 2
+    x, y = next(task.batches(data[0], torch.Generator()))[0]
+    seen = []
+    for draws, one in enumerate(("LAMB", "KFACSGD", "KFACLAMB")):
+        kept = []
+        watched = dataclasses.replace(
+            task,
+            network=lambda kept=kept, draws=draws: Watched(network(), kept, draws),
+            measured=lambda part: iter([(x[:1], y[:1])]),
+            every=99,
+        )
+        settings = CONTESTANTS[one].draw("0", 1)[0]
+        search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
+        seen.append(torch.stack(kept))
+    assert len(seen[0]) == 3
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0][0], seen[0][-1])
+
+
+def test_crops_and_masks_belong_together():
+    batches = tasks.unet(4, 3).batches(nuclei(), torch.Generator().manual_seed(0))
+    for _ in range(3):
+        ((images, masks),) = next(batches)
+        assert images.shape == (4, 3, 128, 128) and masks.shape == (4, 1, 128, 128)
+        assert torch.equal(images, masks.expand_as(images))
+
+
+def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
+    data = torch.arange(4000) % 65
+    ((shown, target),) = next(tasks.TASKS["masked"].batches(data, torch.Generator()))
+    chosen = target != -100
+    assert 0.13 < chosen.float().mean() < 0.17
+    rows = torch.where(chosen, target, shown)
+    assert ((rows[:, 1:] - rows[:, :-1]) % 65 == 1).all()  # the passages as they were
+    hidden = (shown == 65)[chosen].float().mean()
+    same = (shown == target)[chosen].float().mean()
+    assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
+
+
+# ---- losses over rates ----
+
+ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
+LOSSES = {
+    ("AdamW", 0.01): 1.0,
+    ("AdamW", 0.1): math.inf,
+    ("KFACAdam", 0.01): 1.1,
+    ("KFACAdam", 0.1): 0.5,
+}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Orders that came, answered without training."""
+    seen: list[rates.Order] = []
+
+    def made(orders, options):
+        for one in orders:
+            seen.append(one)
+            yield one, LOSSES[one.optimizer, one.lr], 1.0
+
+    monkeypatch.setattr(rates, "made", made)
+    return seen
+
+
+def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
+    assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
+    rates.main([*ASKED, "5", "--out", str(tmp_path)])
+    assert {one.seed for one in runs[8:]} == {5} and len(runs) == 12
+    kept = json.loads((tmp_path / "rates_digits-256.json").read_text())
+    assert kept["steps"] == TASKS["digits-256"].steps // 2
+    assert {row["loss"] for row in kept["runs"]} == {1.0, None, 1.1, 0.5}
+    assert (tmp_path / "rates_digits-256.png").exists()
+    # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
+    assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
+
+
+def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
+        rates.main([*ASKED, "--part", "1", "--out", str(tmp_path)])
+    assert len(runs) == 8
+
+
+def test_settings_of_the_best_rate(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    task = TASKS["digits-256"]
+    found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
+    betas = {"beta1": 0.9, "beta2": 0.999}
+    assert found["AdamW"] == {"lr": 0.01, **betas}
+    assert found["KFACAdam"] == {"lr": 0.1, **betas}
+    assert found["KFACAdam, defaults"] == {"lr": 0.1}
+    assert rates.best_settings(tmp_path, task, ["SGD"]) == {}
+    with pytest.raises(SystemExit, match="--rated SGD: no rates on digits-256 in"):
+        convergence.main(["digits-256", "--rated", "SGD", "--out", str(tmp_path)])

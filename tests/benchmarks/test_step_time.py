@@ -1,21 +1,30 @@
-"""The step-time benchmark: what it trains, what it counts, and how it compares."""
+"""Times of steps: what is trained and compared, and the trial on a CUDA device, rehearsed."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.cuda_trial import __main__ as trial
+from benchmarks.cuda_trial import parts
+from benchmarks.cuda_trial.__main__ import PARTS, main
+from benchmarks.cuda_trial.parts import Part
+from benchmarks.cuda_trial.steps import mean_step
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import steps
 from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
-from benchmarks.step_time.tasks import DEFAULT, SHORT, TASKS, Task
+from benchmarks.step_time.tasks import DEFAULT, SHORT, Task
+
+# ---- step times ----
 
 
 def parameters(module: nn.Module) -> int:
@@ -100,35 +109,6 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     assert refreshed[0] // TURN == 2 and refreshed[0] in gathered
 
 
-# ---- steps ----
-
-
-def measured(name: str, part: float, peak: float | None = None) -> steps.Measured:
-    return steps.Measured(name, 10 + part, 1 + part / 10, part, peak_mb=peak)
-
-
-def test_the_part_beside_the_papers_code():
-    task = TASKS["resnet32"]
-    results = [
-        measured("SGD", 0.0),
-        measured("KFACSGD", 1.0, 100.0),
-        measured("kfac-pytorch", 8.0, 400.0),
-    ]
-    steps.set_beside(results)
-    assert [one.beside for one in results] == [None, 0.125, None]
-    header, _, line, *_ = steps.table(results)
-    assert line.index("0.12 of it") + len("0.12 of it") == header.index(steps.PAPERS) + 12
-    lines = [str(figure) for figure in steps.summary("resnet32", task, (10, 100), results)]
-    assert lines == [
-        "ResNet-32 10/100, KFACSGD: 1.10 × SGD's step (at most 1.15 wanted: reached)",
-        "ResNet-32 10/100, KFACSGD, K-FAC part beside kfac-pytorch's: 0.12 "
-        "(at most 0.20 wanted: reached)",
-        "ResNet-32 10/100, KFACSGD, peak memory above SGD's beside kfac-pytorch's: 0.25 "
-        "(at most 0.33 wanted: reached)",
-        "ResNet-32 10/100, kfac-pytorch: 1.80 × SGD's step",
-    ]
-
-
 # ---- the command ----
 
 
@@ -172,3 +152,76 @@ def test_some_may_be_measured_alone(asked):
     assert all(names in (alone, [*alone, "kfac-pytorch"]) for names in asked) and asked
     with pytest.raises(SystemExit):
         benchmark.main([*SHORTLY, "--only", "KFACSDG"])
+
+
+# ---- the trial ----
+
+
+def recorded(folder):
+    return json.loads((folder / "cuda_trial_rehearsal.json").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"proofs", "bert-large"}))
+def test_each_part_rehearses(tmp_path, name):
+    """BERT-Large is timed as ResNet-50 is, and its rehearsal takes as long as all others."""
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", name]) == 0
+    part = recorded(tmp_path)["parts"][name]
+    assert part["state"] == "done" and part["results"]
+
+
+def test_the_tests_are_run_and_told(tmp_path):
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
+    _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
+    assert exactness["code"] == 0 and "1 passed" in exactness["said"]
+
+
+@pytest.mark.parametrize("steps", [30, 40])
+def test_a_mean_step_has_the_interval_s_share_of_refreshes(steps):
+    """Steps of an interval that cost 1, 5 more where they gather, and 150 in its two refreshes."""
+    interval = [1 + 5 * (step % 5 == 0) + {0: 100, 5: 50}.get(step, 0) for step in range(100)]
+    times = [interval[number % 100] for number in range(980, 980 + steps)]
+    assert mean_step(times, 100) == pytest.approx((sum(interval) / 100, 150))
+    assert mean_step(times, 10) == (sum(times) / steps, 0)  # a refresh in each turn
+
+
+def fails(settings):
+    yield {"before": 1}
+    raise ValueError("planted")
+
+
+def hangs(settings):
+    yield {"before": 2}
+    time.sleep(600)
+
+
+def goes_well(settings):
+    yield {"after": 3}
+
+
+def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    received = parts._receive
+
+    def receive(pipe, record):
+        received(pipe, record)
+        if record.results == [{"before": 2}]:
+            clock.now += 3600  # the part has begun: its time is over
+
+    monkeypatch.setattr(parts, "time", clock)
+    monkeypatch.setattr(parts, "_receive", receive)
+    made = {"proofs": fails, "resnet50": hangs, "gpt2": goes_well}
+    monkeypatch.setattr(trial, "PARTS", {name: Part(run, 10, 0) for name, run in made.items()})
+    chosen = ["--parts", "proofs", "resnet50", "gpt2"]
+    assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
+    kept = recorded(tmp_path)["parts"]
+    assert {name: part["state"] for name, part in kept.items()} == {
+        "proofs": "failed",
+        "resnet50": "cut off",
+        "gpt2": "done",
+    }
+    assert "planted" in kept["proofs"]["error"]
+    assert [part["results"] for part in kept.values()] == [
+        [{"before": 1}],
+        [{"before": 2}],
+        [{"after": 3}],
+    ]

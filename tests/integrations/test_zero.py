@@ -7,7 +7,7 @@ import torch
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from tests.support.ranks import run
-from tests.support.training import backward, network, train
+from tests.support.training import backward, network
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -47,20 +47,6 @@ def test_zero_redundancy_is_no_base():
     for base in (ZeroRedundancyOptimizer, OfMyOwn):
         with pytest.raises(ValueError, match=f"Invalid base: {base.__name__} .*layer-wise"):
             with_kfac(base)
-
-
-def moments_here(assignment: str) -> int:
-    model = network()
-    opt = KFACAdam(model, lr=0.1, assignment=assignment)
-    train(model, opt, [0])
-    entries = [entry for state in opt.state.values() for entry in state.items()]
-    return sum(tensor.numel() for name, tensor in entries if name == "exp_avg")
-
-
-def test_layer_wise_spreads_moments_as_zero_does():
-    whole = run(2, moments_here, "opt")
-    parts = run(2, moments_here, "layer-wise")
-    assert whole[0] == whole[1] == sum(parts) and max(parts) < whole[0]
 
 
 # ---- DeepSpeed's ----
