@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -42,8 +41,6 @@ ROWS = 8  # examples of a step, of all ranks together
 PATIENCE = 120  # seconds that a rank waits for others
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden_state.json"
-
-Step = dict[str, str]  # the hash of each parameter's bits
 
 
 class Images(nn.Module):
@@ -177,7 +174,12 @@ CASES: dict[str, Case] = {
     "resumed adam": Case("chain", "KFACAdam", resumes=True),
     "schedules": Case("chain", options={"damping": lambda step: 0.1 / (1 + step)}, worlds=FEW),
 }
-RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "AdamW": 0.005}
+BASES: dict[str, dict[str, Any]] = {
+    "KFACSGD": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01, "compute_method": "eigen"},
+    "KFACAdam": {"lr": 0.005},
+    "KFACLAMB": {"lr": 0.01},
+    "AdamW": {"lr": 0.005},
+}
 
 
 # ---- training, with the package that PYTHONPATH finds ----
@@ -186,20 +188,15 @@ RATES = {"KFACSGD": 0.05, "KFACAdam": 0.005, "KFACLAMB": 0.01, "AdamW": 0.005}
 def build(case: Case, model: nn.Module) -> Any:
     import kaisa_optim
 
-    name = case.optimizer
-    base = {"momentum": 0.9, "weight_decay": 0.01} if name == "KFACSGD" else {}
     intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
-    # The default assignment may differ between revisions.
-    named = case.sharded or "grad_worker_fraction" in case.options
-    spread = {} if named else {"assignment": "opt"}
-    options = {"lr": RATES[name], **base, **intervals, **spread, **case.options}
-    if name == "KFACSGD":
-        options.setdefault("compute_method", "eigen")
-        if options["compute_method"] != "polar":
-            options.setdefault("damping", 0.05)
-    if name == "AdamW":
+    options = {**BASES[case.optimizer], **intervals, **case.options}
+    if not case.sharded and "grad_worker_fraction" not in options:
+        options.setdefault("assignment", "opt")  # the default may differ between revisions
+    if options.get("compute_method", "polar") != "polar":
+        options.setdefault("damping", 0.05)
+    if case.optimizer == "AdamW":
         return kaisa_optim.with_kfac(torch.optim.AdamW)(model, **options)
-    return getattr(kaisa_optim, name)(model, **options)
+    return getattr(kaisa_optim, case.optimizer)(model, **options)
 
 
 def batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -240,11 +237,11 @@ def backward(case: Case, model: nn.Module, opt: Any, step: int, rank: int, world
             grad.copy_(mean.view_as(grad))
 
 
-def train(case: Case, steps: int = STEPS) -> tuple[list[Step], dict[str, Any]]:
-    """Return the hashes of every step, and at the end those of the optimizer's state."""
+def train(case: Case, steps: int = STEPS) -> dict[str, Any]:
+    """Return parameters by step, and at the end the optimizer's state: their hashes, by name."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     model, opt = prepared(case)
-    hashes = []
+    seen: dict[str, Any] = {}
     for step in range(steps):
         if case.freezes and step in (7, 12):
             model.get_submodule(case.freezes).requires_grad_(step == 12)
@@ -261,37 +258,25 @@ def train(case: Case, steps: int = STEPS) -> tuple[list[Step], dict[str, Any]]:
         opt.zero_grad()
         backward(case, model, opt, step, rank, world)
         opt.step()
-        hashes.append({name: bits(p) for name, p in model.named_parameters()})
-    kfac = opt.preconditioner
-    end = {"memory": kfac.memory_usage(), "volume": kfac.communication_volume()}
+        seen |= {f"step {step}: {name}": bits(p) for name, p in model.named_parameters()}
+    seen |= {f"memory {key}": size for key, size in opt.preconditioner.memory_usage().items()}
+    volume = opt.preconditioner.communication_volume()
+    seen |= {f"volume {key}": size for key, size in volume.items()}
     # Consolidated on rank 0; other ranks' states are their own parts, as are shards.
-    return hashes, {**end, **entries(model, opt, complete_state(opt))}
+    state = complete_state(opt)
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for group in opt.param_groups for p in group["params"]]
+    for index, entry in state.pop("state").items():
+        seen |= {f"state {order[index]}: {key}": described(x) for key, x in entry.items()}
+    for i, group in enumerate(state.pop("param_groups")):
+        for key, value in group.items():
+            seen[f"group {i}: {key}"] = "a function" if callable(value) else repr(value)
+    return seen | {f"beside {key}": repr(value) for key, value in state.items()}
 
 
 def complete_state(opt: Any) -> Any:
     opt.consolidate_state_dict()
     return opt.state_dict()
-
-
-def entries(model: nn.Module, opt: Any, state: Any) -> dict[str, dict[str, Any]]:
-    """Return shape, dtype and hashes of each entry of a state, by names of parameters."""
-    names = {p: name for name, p in model.named_parameters()}
-    order = [names[p] for group in opt.param_groups for p in group["params"]]
-    found = {
-        f"{order[index]}: {key}": described(value)
-        for index, entry in state["state"].items()
-        for key, value in entry.items()
-    }
-    groups = {
-        f"{i}: {key}": "a function" if callable(value) else repr(value)
-        for i, group in enumerate(state["param_groups"])
-        for key, value in group.items()
-        if key != "params"
-    }
-    rest = {
-        key: repr(value) for key, value in state.items() if key not in ("state", "param_groups")
-    }
-    return {"state": found, "group": groups, "beside": rest}
 
 
 def described(value: Any) -> list[Any]:
@@ -322,8 +307,7 @@ def train_all(rank: int, names: list[str], world: int, tree: str, out: str) -> N
     results = {}
     for name in names:
         try:
-            steps, end = train(CASES[name])
-            results[name] = {"steps": steps, "end": end}
+            results[name] = train(CASES[name])
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
             if world > 1:
@@ -370,31 +354,6 @@ def results_of(revision: str, names: list[str], worlds: list[int]) -> Results:
             subprocess.check_call([*git, "remove", "--force", tree])
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], ignored: str) -> Iterator[str]:
-    """Yield the first parameter and the first entry of each kind that differ on one rank."""
-    if "error" in old or "error" in new:
-        if old.get("error") != new.get("error"):
-            yield f"{old.get('error', 'trained')}, is now: {new.get('error', 'trained')}"
-        return
-
-    def differing(one: dict[str, Any], other: dict[str, Any], kind: str) -> list[str]:
-        return [
-            key
-            for key in {**one, **other}
-            if (key in one) != (key in other) or one[key] != other[key]
-            if not (ignored and re.search(ignored, f"{kind} {key}"))
-        ]
-
-    for step, (one, other) in enumerate(zip(old["steps"], new["steps"], strict=True)):
-        if names := differing(one, other, "parameter"):
-            yield f"step {step}: {names[0]} and {len(names) - 1} more parameters"
-            break
-    for kind in old["end"]:
-        one, other = old["end"][kind], new["end"][kind]
-        for key in differing(one, other, kind)[:1]:
-            yield f"{kind} {key}: {one.get(key, 'nothing')} is now {other.get(key, 'nothing')}"
-
-
 def compare(pair: list[str], names: list[str], worlds: list[int], ignored: str) -> bool:
     """Print one line a case; return whether all are equal."""
     before, now = (results_of(revision, names, worlds) for revision in pair)
@@ -406,11 +365,16 @@ def compare(pair: list[str], names: list[str], worlds: list[int], ignored: str) 
                 continue
             missing = {"error": "not trained, as another set or rank failed"}
             old, new = cases.get(name, missing), now[place].get(name, missing)
-            told += [f"{place}: {text}" for text in differences(old, new, ignored)]
+            told += [
+                f"{place}, {key}: {old.get(key)} is now {new.get(key)}"
+                for key in {**new, **old}
+                if old.get(key) != new.get(key) and not (ignored and re.search(ignored, key))
+            ]
             failed += [f"{place}: {new['error']}"] if "error" in new else []
         equal = equal and not told and not failed
         status = f"FAILS IN BOTH: {failed[0]}" if failed else "equal"
-        print(f"{name}: {'DIFFERS: ' + '; '.join(told[:4]) if told else status}", flush=True)
+        status = f"DIFFERS {len(told)} times: {'; '.join(told[:4])}" if told else status
+        print(f"{name}: {status}", flush=True)
     return equal
 
 
@@ -421,8 +385,8 @@ def golden() -> dict[str, Any]:
         warnings.simplefilter("ignore")
         for name, case in CASES.items():
             if 1 in case.worlds and not case.resumes:
-                _, end = train(case, steps=2)
-                result[name] = {key: value[:2] for key, value in end["state"].items()}
+                state = (x for x in train(case, steps=2).items() if x[0].startswith("state "))
+                result[name] = {key.removeprefix("state "): value[:2] for key, value in state}
     return result
 
 
