@@ -13,6 +13,9 @@ ZOO_ARGS ?=
 PROGRAMS ?= 2000
 FAULTS_ARGS ?=
 TEST_ARGS ?=
+SELECTED ?= not maintainer
+# A revision that the working tree is compared with, bit for bit.
+BEFORE ?=
 
 BIN := $(VENV)/bin
 # PYTHONWARNINGS: setuptools warns about every editable install.
@@ -21,7 +24,7 @@ INSTALL := PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-
 REQUIREMENTS := constraints.txt setup.cfg pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs test faults zoo coverage bench cuda airbench lint types format clean
+.PHONY: help setup demo docs test check faults zoo coverage bench cuda airbench lint types format clean
 
 help:
 	@echo "make demo    train an autoencoder on two ranks with Adam and with KFACAdam"
@@ -32,7 +35,10 @@ help:
 	@echo "             BENCH_ARGS=--brief: steps at the defaults alone, in 6 minutes"
 	@echo "make airbench  train CIFAR-10 in seconds on a CUDA device (BENCH_ARGS='--data FOLDER')"
 	@echo "make docs    build the documentation's site into build/site"
-	@echo "make test    run the tests (TEST_ARGS=...); make coverage measures what they cover, too"
+	@echo "make test    run the tests that show that an installation works (TEST_ARGS=...)"
+	@echo "make check   run a maintainer's tests, too: random programs, benchmarks, long trainings,"
+	@echo "             faults and zoo (BEFORE=REVISION compares with it bit for bit)"
+	@echo "make coverage  measure what all tests cover"
 	@echo "make faults  plant faults one by one in a copy, and see that the tests catch each"
 	@echo "             (FAULTS_ARGS='--only TEXT --out FILE')"
 	@echo "make zoo     train architectures of four libraries for some steps, and run 2,000 random"
@@ -92,7 +98,12 @@ airbench: $(VENV)/all-ready
 	$(BIN)/python -m benchmarks.airbench $(BENCH_ARGS)
 
 test: $(VENV)/all-ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) $(TEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) -m '$(SELECTED)' $(TEST_ARGS)
+
+# What make test leaves out: it takes an hour.
+check: SELECTED = maintainer
+check: test faults zoo
+	$(if $(BEFORE),$(BIN)/python -m tests.support.compare_revisions $(BEFORE))
 
 # One after the other: it takes about as long as the tests.
 faults: $(VENV)/all-ready
@@ -111,6 +122,7 @@ zoo: $(ZOO)/ready
 
 # Apart from test: to measure coverage takes half as long again.
 coverage: override TEST_ARGS += --cov --cov-report=term --cov-fail-under=97
+coverage: SELECTED = maintainer or not maintainer
 coverage: test
 
 lint: $(VENV)/all-ready

@@ -30,9 +30,9 @@ from benchmarks.convergence.search import now, share_of_rate
 from benchmarks.convergence.tasks import Pairs, augmented, epochs, normalized
 from benchmarks.data import cifar10
 from benchmarks.machine import keep
-from benchmarks.muon import Muon, hidden_and_rest
+from benchmarks.muon import Muon, muons_groups
 from benchmarks.networks import CifarResNet
-from benchmarks.recipes import Curve, Runs, arguments, best_rate
+from benchmarks.recipes import Curve, Runs, arguments, best_rate, going_on
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
@@ -41,9 +41,7 @@ LENGTHS = (6, 9, 13, 19, 28)  # epochs
 
 
 def _muon(model: nn.Module, lr: float) -> Optimizer:
-    hidden, rest = hidden_and_rest(model)
-    adamw = {"params": rest, "lr": 0.003, "use_muon": False}
-    return Muon([{"params": hidden}, adamw], lr=lr, momentum=0.95, weight_decay=0.0)
+    return Muon(muons_groups(model, 0.003), lr=lr, momentum=0.95, weight_decay=0.0)
 
 
 _SGD: Any = {"momentum": 0.9, "weight_decay": 5e-4}
@@ -157,13 +155,14 @@ def main() -> None:
     in_half = multiplies_in_half(torch.float32, torch.device("cpu"))
     forward = "bfloat16" if in_half else "float32"
     tell = lambda run: f"{last(run):.4f}, {run['curve'][-1][1]:.0f} s"  # noqa: E731
-    runs = Runs(options.out, partial(train, cifar10(options.data)), tell)
+    runs = Runs(options.out.with_name(f"{options.out.stem}_runs.json"))
+    get = going_on(runs, partial(train, cifar10(options.data)), tell)
     rows: list[dict[str, Any]] = []
     if options.out.exists():
         rows = json.loads(options.out.read_text())["rows"]
     for name in options.only:
         rows = [each for each in rows if each["optimizer"] != name]
-        rows.append(row(name, options.seeds, partial(runs.get, forward=forward)))
+        rows.append(row(name, options.seeds, partial(get, forward=forward)))
         keep(options.out, forward=forward, target=TARGET, rows=with_shares(rows))
         print(rows[-1], flush=True)
 

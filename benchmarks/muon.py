@@ -80,6 +80,12 @@ def hidden_and_rest(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return hidden, rest
 
 
+def muons_groups(model: nn.Module, rate: float) -> list[dict[str, Any]]:
+    """Return the groups of a network whose ends and vectors AdamW steps at a rate of their own."""
+    hidden, rest = hidden_and_rest(model)
+    return [{"params": hidden}, {"params": rest, "lr": rate, "use_muon": False}]
+
+
 def _towards_one(x: Tensor, polynomials: list[products.Polynomial], in_half: bool) -> Tensor:
     """Take singular values through polynomials, by powers of X Xᵀ where that is less work."""
     if not in_half and x.shape[2] > 1.5 * x.shape[1]:

@@ -30,7 +30,7 @@ from benchmarks.convergence.search import now
 from benchmarks.data import characters
 from benchmarks.machine import keep
 from benchmarks.muon import hidden_and_rest
-from benchmarks.recipes import Curve, Runs, arguments, best_rate
+from benchmarks.recipes import Curve, Runs, arguments, best_rate, going_on
 from kaisa_optim import KFACSGD, KFACAdam
 
 LAYERS, WIDTH, HEADS, LENGTH, BATCH, STEPS = 4, 128, 4, 64, 12, 2000
@@ -222,8 +222,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     text, _ = characters(options.data)
-    store = Runs(options.out, partial(train, text), tell)
-    get = store.get
+    runs = Runs(options.out.with_name(f"{options.out.stem}_runs.json"))
+    get = going_on(runs, partial(train, text), tell)
     if options.widths:
         widths = []
         for width, name in itertools.product(WIDTHS, ("AdamW", "KFACAdam")):
@@ -241,16 +241,16 @@ def main() -> None:
     if "AdamW" in best:
         asked += [("AdamW", OWN_RATE, STEPS), ("AdamW", best["AdamW"], 3 * STEPS // 2)]
     # Seeds take turns, so that a machine that slows down slows all of them.
-    runs: dict[Any, list[dict[str, Any]]] = {each: [] for each in asked}
-    for seed in range(options.seeds):
-        for (name, lr, steps), same in runs.items():
-            same.append(get(name=name, lr=lr, seed=seed, steps=steps))
-    bases = [x for x in store.done if x["name"] == "AdamW" and x["steps"] == STEPS]
+    by_seed = [
+        [get(name=name, lr=lr, seed=seed, steps=n) for name, lr, n in asked]
+        for seed in range(options.seeds)
+    ]
+    bases = [x for x in runs.done.values() if x["name"] == "AdamW" and x["steps"] == STEPS]
     seconds = [x["curve"][-1][1] for x in bases if "width" not in x and last(x) < math.inf]
     base = statistics.fmean(seconds) if seconds else 0.0
     rows = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
     rows = [each for each in rows if each["optimizer"] not in best]
-    rows += [row(same, base) for same in runs.values()]
+    rows += [row([*same], base) for same in zip(*by_seed, strict=True)]
     keep(options.out, target=TARGET, rows=rows)
     for each in rows:
         print(each)

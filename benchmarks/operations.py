@@ -6,7 +6,7 @@ The first step, quiet steps and gathering steps are counted apart, and so are pa
 A quiet step neither gathers nor refreshes. Counts hold on every machine, clocks do not.
 Operations are those below autograd; views, allocations and steps of Adam's counters on the CPU are
 left out, and a foreach call counts as one. The networks are small, and have the layers of large
-ones. "bare" is a loop of the same mathematics over the same shapes: the floor.
+ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,161 +156,6 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
 ROWS = tuple(itertools.product(NETWORKS, ("KFACSGD", "KFACAdam")))
 
 
-class Bare:
-    """The same mathematics over the same shapes, and nothing else: layers of one shape together.
-
-    Factors stay as they begin, since no passes are read; averages and roots are made anew as
-    often.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        kfac: Any = trainer.optimizer
-        self.adam = isinstance(kfac, KFACAdam)
-        preconditioner = kfac.preconditioner
-        self.groups = preconditioner.groups.all
-        self.schedule = preconditioner.schedule
-        covered = {p for group in self.groups for layer in group.layers for p in layer.parameters}
-        self.parameters = list(covered)
-        rest = [p for p in trainer.model.parameters() if p not in covered]
-        base = Adam if self.adam else SGD
-        self.base = base(rest, lr=1e-3, foreach=True)
-        self.momenta = {p: torch.zeros_like(p) for p in covered}
-        self.squares = torch.zeros(sum(group.count for group in self.groups))
-
-    @torch.no_grad()
-    def step(self, number: int) -> None:
-        self.base.step()
-        due, refreshed, _ = self.schedule.at(number, 10, 100)
-        for group in self.groups:
-            names = {layer.name for layer in group.layers}
-            sizes = group.g.key.size, group.a.key.size
-            for side, n in zip((group.g, group.a), sizes, strict=True):
-                root = side.state["root"]
-                if root.dim() == 2:
-                    continue
-                if not names.isdisjoint(due or ()):
-                    self._average(torch.eye(n).expand(group.count, n, n).clone())
-                if not names.isdisjoint(refreshed):
-                    self._root(torch.eye(n, dtype=torch.float64).expand(group.count, n, n))
-        gradients, momenta = [p.grad for p in self.parameters], list(self.momenta.values())
-        if self.adam:
-            torch._foreach_lerp_(momenta, gradients, 0.1)
-            ahead = list(torch._foreach_lerp(gradients, momenta, 0.9))
-        else:
-            torch._foreach_mul_(momenta, 0.9)
-            torch._foreach_add_(momenta, gradients)
-            ahead = momenta
-        along = dict(zip(self.parameters, ahead, strict=True))
-        stacks = [_stacked(group.layers, along) for group in self.groups]
-        peaks = _norms(stacks, float("inf")).clamp_(min=1e-30)
-        counts = [len(stack) for stack in stacks]
-        torch._foreach_div_(stacks, list(peaks[:, None, None].split(counts)))
-        directions = [_direction(x, m) for x, m in zip(self.groups, stacks, strict=True)]
-        pairs = zip(directions, stacks, strict=True)
-        dots = torch.cat([(d * m).sum((1, 2)) for d, m in pairs])
-        scales = self._lengths(stacks, directions, dots, peaks)
-        torch._foreach_mul_(directions, list(scales[:, None, None].split(counts)))
-        moved: list[Tensor] = []
-        steps: list[Tensor] = []
-        for group, direction in zip(self.groups, directions, strict=True):
-            # Weights of a group, and its biases.
-            for kind in zip(*[x.parameters for x in group.layers], strict=True):
-                moved += kind
-                steps += _part(direction, kind)
-        torch._foreach_add_(moved, steps, alpha=-1e-9)
-
-    def _lengths(
-        self, stacks: list[Tensor], directions: list[Tensor], dots: Tensor, peaks: Tensor
-    ) -> Tensor:
-        sizes = _norms(stacks, 2).mul_(peaks)
-        own = _norms(directions, 2).clamp_(min=1e-30)
-        weights = torch.stack(torch._foreach_norm(self.parameters, 2)).square_()
-        limit = (weights[: len(own)] * 0.05).clamp_(max=0.1).clamp_(min=0.003)
-        if not self.adam:
-            limit = torch.minimum(limit, sizes.square() / dots)
-            share = (sizes * 0.1).sum() / (dots * 0.1).sum()
-            return torch.minimum(share.expand(len(own)), limit) / own
-        graded = [p.grad for p in self.parameters]
-        measured = torch.stack(torch._foreach_norm(graded, 2)).square_()[: len(own)]
-        self.squares.lerp_(measured, 0.001)
-        fall = _norms(stacks, 1).mul_(sizes) / (self.squares / 0.9).sqrt_().add_(1e-8)
-        least = (sizes * 0.01).div_(own)
-        return torch.minimum(fall / torch.maximum(dots / own, least), limit) / own
-
-    def _average(self, values: Tensor) -> None:
-        values.div_(values.diagonal(dim1=1, dim2=2).mean(1)[:, None, None])
-        fine = values.diagonal(dim1=1, dim2=2).sum(1).isfinite()
-        values.lerp_(values.clone(), torch.where(fine, 0.05, 0.0)[:, None, None])
-
-    def _root(self, factors: Tensor) -> None:
-        damped = factors / factors.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        damped.diagonal(dim1=1, dim2=2).add_(0.01)
-        values, vectors = torch.linalg.eigh(damped)
-        scaled = vectors * values.clamp_(min=1e-9).pow_(-0.25)[:, None, :]
-        root = torch.bmm(scaled, scaled.mT).float()
-        torch.where(root.isfinite().all(), root, root)
-
-
-def _norms(stacks: list[Tensor], order: float) -> Tensor:
-    return torch.stack(torch._foreach_norm([x for stack in stacks for x in stack.unbind()], order))
-
-
-def _stacked(layers: list[Any], along: dict[Any, Tensor]) -> Tensor:
-    """Momenta of layers of one shape as one stack, a bias as the last column."""
-    weights, *biases = zip(*[[along[p] for p in x.parameters] for x in layers], strict=True)
-    flat = [m.flatten(1) if m.dim() != 2 or layers[0].weight.dim() != 2 else m for m in weights]
-    if layers[0].input_dim == 0:  # a table
-        flat = [m.mT for m in flat]
-    stack = torch.stack(flat)
-    return torch.cat([stack, torch.stack(biases[0])[:, :, None]], 2) if biases else stack
-
-
-def _direction(group: Any, momentum: Tensor) -> Tensor:
-    g, a = group.g.state["root"], group.a.state["root"]
-    white = torch.bmm(g, momentum)
-    white = torch.bmm(white, a) if a.dim() == 3 else white * a[:, None, :]
-    white = white / torch.linalg.vector_norm(white, dim=(1, 2), keepdim=True).clamp_(min=1e-30)
-    tall = white.shape[1] > white.shape[2]
-    x = white.mT if tall else white
-    gram = torch.bmm(x, x.mT)
-    q: Any = None
-    for b, c in ((-20.8, 14.7), (-2.4, 0.5)):
-        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(3.0)
-        if q is None:
-            q, gram = factor, torch.bmm(factor, torch.bmm(gram, factor))
-        else:
-            q = torch.bmm(q, factor)
-    x = torch.bmm(q, x)
-    found = x.mT if tall else x
-    found = torch.baddbmm(found, g, found, beta=0.8, alpha=0.2)
-    if a.dim() == 2:
-        return found * a.mul(0.2).add_(0.8)[:, None, :]
-    return torch.baddbmm(found, found, a, beta=0.8, alpha=0.2)
-
-
-def _part(direction: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The directions of weights, or of biases, shaped as these are."""
-    if parameters[0].dim() == 1:
-        return list(direction[:, :, -1].contiguous().unbind())
-    n = parameters[0][0].numel()
-    if direction.shape[1] != len(parameters[0]):
-        return list(direction.mT.contiguous().unbind())
-    return [x.view_as(p) for x, p in zip(direction[:, :, :n].contiguous(), parameters, strict=True)]
-
-
-def bare(network: str, optimizer: str) -> float:
-    """Return the mean operations of a step of the bare loop."""
-    trainer = Trainer(network, optimizer)
-    trainer.step()
-    loop, seen = Bare(trainer), Operations()
-    loop.step(FIRST)  # the base makes its state
-    for number in range(FIRST, FIRST + STEPS):
-        with seen:
-            loop.step(number)
-    return seen.found.total() / STEPS
-
-
 def counted(network: str, optimizer: str, **options: Any) -> dict[str, dict[str, float]]:
     """Return mean counts by kind of step, and of all steps of an interval.
 
@@ -347,7 +192,6 @@ def main() -> None:
     for network, ours in ROWS:
         for optimizer in (ours.removeprefix("KFAC"), ours):
             results[f"{network}, {optimizer}"] = counted(network, optimizer)
-        results[f"{network}, {ours}"]["mean"]["bare step"] = bare(network, ours)
     for title, kinds in results.items():
         for kind in ("first", "quiet", "gathering", "mean"):
             row = kinds.get(kind, {"steps": 0})

@@ -34,25 +34,43 @@ def arguments(
 
 
 class Runs:
-    """Runs that are done, in a file beside the results; a recipe started again goes on there."""
+    """Runs that are done, by their keys, in a file: what is started again goes on there."""
 
-    def __init__(
-        self, out: Path, train: Callable[..., Curve], tell: Callable[[dict[str, Any]], str]
-    ) -> None:
-        self.path, self.train, self.tell = out.with_name(f"{out.stem}_runs.json"), train, tell
-        self.done: list[dict[str, Any]] = []
-        if self.path.exists():
-            self.done = json.loads(self.path.read_text())
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content = json.loads(path.read_text()) if path.exists() else {}
+        self.listed = isinstance(content, list)  # recipes' runs, which have their keys in them
+        self.done: dict[str, Any] = {_name(x): x for x in content} if self.listed else content
 
-    def get(self, **key: Any) -> dict[str, Any]:
+    def get(self, key: Any, train: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the run of this key, which training takes."""
-        for run in self.done:
-            if {**key, "curve": run["curve"]} == run:
-                return run
-        self.done.append(run := {**key, "curve": self.train(**key)})
-        replace(self.path, self.done)
-        print(*(f"{field} {value}," for field, value in key.items()), self.tell(run), flush=True)
-        return run
+        name = _name(key)
+        if name not in self.done:
+            self.done[name] = train()
+            replace(self.path, [*self.done.values()] if self.listed else self.done)
+        return self.done[name]
+
+
+def _name(key: Any) -> str:
+    if isinstance(key, dict):
+        key = sorted(pair for pair in key.items() if pair[0] != "curve")
+    return json.dumps(key)
+
+
+def going_on(
+    runs: Runs, train: Callable[..., Curve], tell: Callable[[dict[str, Any]], str]
+) -> Callable[..., dict[str, Any]]:
+    """Return a function of a key that trains what is not done yet, and tells of it."""
+
+    def get(**key: Any) -> dict[str, Any]:
+        def trained() -> dict[str, Any]:
+            run = {**key, "curve": train(**key)}
+            print(*(f"{field} {value}," for field, value in key.items()), tell(run), flush=True)
+            return run
+
+        return runs.get(key, trained)
+
+    return get
 
 
 def best_rate(rates: list[float], loss_at: Callable[[float], float]) -> float:

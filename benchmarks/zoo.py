@@ -36,7 +36,6 @@ from tests.integrations.test_models import (
     TRANSFORMERS,
     Loss,
     losses_of,
-    on_classes,
     on_words,
 )
 from tests.support.ranks import run
@@ -78,6 +77,13 @@ DETECTORS = (
 PIXELS = "deeplabv3_mobilenet_v3_large fcn_resnet50 lraspp_mobilenet_v3_large"
 VIDEOS = "mc3_18 mvit_v2_s r2plus1d_18 r3d_18 s3d swin3d_t"
 SIZES = {"maxvit_t": 224, "inception_v3": 96, "vit_b_16": 32}
+
+
+def on_classes(size: int) -> Loss:
+    def loss(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(torch.randn(4, 3, size, size)), torch.arange(4))
+
+    return loss
 
 
 def on_boxes(model: nn.Module) -> Tensor:

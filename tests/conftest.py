@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+# Files and folders that are a maintainer's as a whole; single tests have the marker themselves.
+MAINTAINERS = [Path(__file__).parent / x for x in ("benchmarks", "capture/test_programs.py")]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu or cuda")
@@ -20,6 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") != "cpu":
         torch.set_default_device(config.getoption("--device"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not {item.path, *item.path.parents}.isdisjoint(MAINTAINERS):
+            item.add_marker("maintainer")
 
 
 def pytest_sessionfinish() -> None:

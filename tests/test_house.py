@@ -26,8 +26,6 @@ SUMS = {
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind
 
-MOST_ATTRIBUTES_OF_A_CLASS = 20
-LARGER = {"Capture", "Layer"}  # classes that still have more attributes, with their bases
 MOST_LINES_OF_A_FUNCTION = 80
 MOST_PARAMETERS = 8  # of a function that users or other modules call; ruff holds 10 for all
 
@@ -113,34 +111,6 @@ def is_called(node: ast.AST) -> bool:
     return not names & {"property", "setter", "cached_property"}
 
 
-def attributes(node: ast.ClassDef) -> set[str]:
-    """Return the names that a class itself sets: in its body, and of ``self`` in its methods."""
-    own = [x for x in node.body if isinstance(x, ast.Assign | ast.AnnAssign)]
-    own = [x for x in own if not ast.unparse(x.value or x.target).startswith("_setting(")]
-    targets = [t for x in own for t in (x.targets if isinstance(x, ast.Assign) else [x.target])]
-    names = {target.id for target in targets if isinstance(target, ast.Name)}
-    return names | {
-        found.attr
-        for found in ast.walk(node)
-        if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store)
-        if ast.unparse(found.value) == "self"
-    }
-
-
-def classes() -> dict[str, ast.ClassDef]:
-    found = (pair for path in FILES for pair in definitions(path))
-    return {name: node for name, node in found if isinstance(node, ast.ClassDef)}
-
-
-def family(name: str, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """Return a class of the package and its bases in the package, each once."""
-    bases = [ast.unparse(base).partition("[")[0] for base in known[name].bases]
-    return [
-        known[name],
-        *{id(x): x for b in bases if b in known for x in family(b, known)}.values(),
-    ]
-
-
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))
 def test_sizes(path):
     for name, node in definitions(path):
@@ -150,17 +120,6 @@ def test_sizes(path):
             private = any(part.startswith("_") for part in name.split("."))
             private |= path.name == "app.py"  # parameters of a command are the options of its line
             assert private or len(parameters) <= MOST_PARAMETERS, f"{name}: {parameters}"
-
-
-def test_attributes_with_bases():
-    """A class that is split into bases has as many attributes as before: readers meet them all."""
-    known, larger = classes(), set()
-    for name in known:
-        bases = family(name, known)
-        many = len(set().union(*map(attributes, bases))) > MOST_ATTRIBUTES_OF_A_CLASS
-        if many and not LARGER & {x.name for x in bases[1:]}:
-            larger.add(name)
-    assert larger == LARGER
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))

@@ -100,7 +100,7 @@ def job(options: argparse.Namespace, ranks: Ranks) -> Job:
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         for number, places in order(step):
             own = seeded(options.seed, number, ranks.rank)
-            crops = cropped(both[places], options.crop, own).to(ranks.device).float()
+            crops = cropped(both[places], (options.crop,) * 2, own).to(ranks.device).float()
             yield crops[:, :-1] / 255, crops[:, -1:]
 
     return Job(

@@ -31,7 +31,7 @@ import torch
 
 from benchmarks.recipes import command_line
 
-from .contest import Kept, contest, picked, report, save
+from .contest import contest, kept, picked, report, save
 from .contestants import CONTESTANTS
 from .rates import best_settings
 from .search import TRIALS, Store
@@ -71,13 +71,13 @@ def compete(name: str, options: argparse.Namespace) -> None:
     store = Store(options.out / f"convergence_{name}_runs.json", options.device)
     seeds = range(1, 1 + options.seeds)
     stem = options.out / f"convergence_{name}{'' if options.device == 'cpu' else '_cuda'}"
-    kept = Kept.read(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
+    known = kept(stem.with_suffix(".json"), set(options.kept).difference(options.rated))
     rated = best_settings(options.out, task, CONTESTANTS)
     if missing := sorted(set(options.rated).difference(rated)):
         raise SystemExit(f"--rated {', '.join(missing)}: no rates on {name} in {options.out}")
-    kept.best.update({one: rated[one] for one in options.rated})
+    known |= {one: rated[one] for one in options.rated}
     outcome = contest(
-        task, present, data, store, options.trials, seeds, options.targets, kept, rated
+        task, present, data, store, options.trials, seeds, options.targets, known, rated
     )
     score = task.score.name if task.score else None
     report(outcome, score)

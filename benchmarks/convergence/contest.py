@@ -44,29 +44,13 @@ class Outcome:
     reached: list[Reached]
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What an earlier contest found, of those who are not searched for again."""
-
-    best: dict[str, Config]
-    reached: list[Reached]
-
-    @classmethod
-    def read(cls, path: Path, names: Collection[str]) -> Kept:
-        found = json.loads(path.read_text()) if path.exists() else {"final": []}
-        best = {row["optimizer"]: row["settings"] for row in found["final"]}
-        if missing := set(names).difference(best):
-            raise SystemExit(f"--kept {', '.join(sorted(missing))}: not in {path}")
-        reached = [Reached(**row) for row in found.get("to the baseline's loss", ())]
-        among = [x for x in reached if {x.baseline, x.optimizer} <= set(names)]
-        return cls({name: best[name] for name in names}, among)
-
-    def of(self, baseline: str, optimizer: str, best: dict[str, Config]) -> Reached | None:
-        """Return the earlier result of two optimizers, unless the best settings of one changed."""
-        pair = (baseline, optimizer)
-        if any(self.best.get(name) != best[name] for name in pair):
-            return None
-        return next((x for x in self.reached if (x.baseline, x.optimizer) == pair), None)
+def kept(path: Path, names: Collection[str]) -> dict[str, Config]:
+    """Return the settings of some whom an earlier contest searched for."""
+    rows = json.loads(path.read_text())["final"] if path.exists() else []
+    best = {row["optimizer"]: row["settings"] for row in rows}
+    if missing := set(names).difference(best):
+        raise SystemExit(f"--kept {', '.join(sorted(missing))}: not in {path}")
+    return {name: best[name] for name in names}
 
 
 def picked(names: Sequence[str]) -> tuple[list[Contestant], list[str]]:
@@ -91,22 +75,23 @@ def contest(
     trials: int,
     seeds: Sequence[int],
     targets: Collection[str] | None = None,
-    kept: Kept = Kept({}, []),
+    known: Mapping[str, Config] = MappingProxyType({}),
     rated: Mapping[str, Config] = MappingProxyType({}),
 ) -> Outcome:
     """Search with as many trials for all, then train each seed, then shorter horizons.
 
-    An optimizer that has ``rated`` settings, too, takes those whose whole horizons end lower in the
-    median. ``targets`` names those to whose ends the others are to come; all unless given.
+    Who has ``known`` settings is not searched for. Who has ``rated`` settings, too, takes those
+    whose whole horizons end lower in the median.
+    ``targets`` names those to whose ends the others are to come; all unless given.
     """
     names = [one.name for one in contestants]
-    for option, asked in (("--targets", targets or ()), ("--kept", kept.best)):
+    for option, asked in (("--targets", targets or ()), ("--kept", known)):
         if strangers := set(asked).difference(names):
             wrong, right = ", ".join(sorted(strangers)), ", ".join(names)
             raise SystemExit(f"{option} {wrong}: not among those who train, {right}")
     tried: dict[str, list[Config]] = {}
     for one in contestants:
-        first = kept.best.get(one.name) or search(task, data, one, store, trials)
+        first = known.get(one.name) or search(task, data, one, store, trials)
         other = rated.get(one.name, first)
         tried[one.name] = [first] if other == first else [first, other]
     whole: dict[str, list[list[Run]]] = {name: [[] for _ in x] for name, x in tried.items()}
@@ -114,7 +99,7 @@ def contest(
     for seed in seeds:
         for one in contestants:
             for runs, config in zip(whole[one.name], tried[one.name], strict=True):
-                runs.append(store.get(task, data, one, config, seed, task.steps))
+                runs.append(store.run(task, data, one, config, seed, task.steps))
     final = {name: min(x, key=_median) for name, x in whole.items()}
     best = {name: runs[0].config for name, runs in final.items()}
     reached = []
@@ -125,9 +110,6 @@ def contest(
         target = _median(own)
         seconds = statistics.median(run.seconds for run in own)
         for one in _rivals(base, contestants) if target < math.inf else ():
-            if (known := kept.of(base.name, one.name, best)) is not None:
-                reached.append(known)
-                continue
             config = best[one.name]
             part, runs = shortest(task, data, one, config, tuple(seeds), target, store, PARTS)
             found = Reached(base.name, one.name, None, None, None, None)

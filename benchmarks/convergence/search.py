@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from benchmarks.recipes import replace
+from benchmarks.recipes import Runs
 from kaisa_optim.optimizer import KFACMixin
 
 from .contestants import Config, Contestant
@@ -138,27 +137,23 @@ def share_of_rate(step: int, steps: int, warm: float = WARMUP) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - first) / max(1, steps - first))))
 
 
-class Store:
-    """Runs that are done, in a file; a search that is started again goes on from there."""
+class Store(Runs):
+    """A task's runs on one device."""
 
     def __init__(self, path: Path, device: str = "cpu") -> None:
-        self.path, self.device = path, device
-        self.runs: dict[str, dict[str, Any]] = {}
-        if path.exists():
-            self.runs = json.loads(path.read_text())
+        super().__init__(path)
+        self.device = device
 
-    def get(self, task: Task, data: Any, one: Contestant, config: Config, seed: int, n: int) -> Run:
+    def run(self, task: Task, data: Any, one: Contestant, config: Config, seed: int, n: int) -> Run:
         # Seconds of other devices and threads are no measure of these.
         where = self.device, torch.get_num_threads()
-        key = json.dumps([task.name, task.about, one.name, config, seed, n, *where])
-        if key not in self.runs:
-            self.runs[key] = vars(train(task, data, one, config, seed, n, self.device))
-            replace(self.path, self.runs)
-        return Run(**self.runs[key])
+        key = [task.name, task.about, one.name, config, seed, n, *where]
+        how = task, data, one, config, seed, n, self.device
+        return Run(**self.get(key, lambda: vars(train(*how))))
 
     @property
     def seconds(self) -> float:
-        return sum(run["seconds"] for run in self.runs.values())
+        return sum(run["seconds"] for run in self.done.values())
 
 
 def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = TRIALS) -> Config:
@@ -174,7 +169,7 @@ def search(task: Task, data: Any, one: Contestant, store: Store, trials: int = T
             continue
         tried: list[tuple[float, Config]] = []
         for config in ranked:
-            runs = (store.get(task, data, one, config, seed, steps) for seed in judges)
+            runs = (store.run(task, data, one, config, seed, steps) for seed in judges)
             tried.append((_worst(runs), config))
             if sum(loss < math.inf for loss, _ in tried) == count:
                 break
@@ -218,7 +213,7 @@ def shortest(
     """
 
     def run(part: float, seed: int) -> Run:
-        return store.get(task, data, one, config, seed, max(1, round(part * task.steps)))
+        return store.run(task, data, one, config, seed, max(1, round(part * task.steps)))
 
     def reaches(part: float) -> bool:
         needed, left = len(seeds) // 2 + 1, len(seeds)

@@ -195,14 +195,7 @@ def normalized(images: Tensor) -> Tensor:
 
 def augmented(images: Tensor, generator: torch.Generator, shift: int = 4) -> Tensor:
     """Each image moved by up to ``shift`` pixels, black coming in, and every other one mirrored."""
-    count, _, height, width = images.shape
-    moves = torch.randint(2 * shift + 1, (2, count, 1), generator=generator)
-    rows, columns = moves[0] + torch.arange(height), moves[1] + torch.arange(width)
-    mirrored = torch.rand(count, 1, generator=generator) < 0.5
-    columns = torch.where(mirrored, columns.flip(1), columns)
-    padded = F.pad(images, (shift,) * 4).permute(0, 2, 3, 1)
-    which = torch.arange(count)[:, None, None]
-    return padded[which, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    return cropped(F.pad(images, (shift,) * 4), images.shape[2:], generator)
 
 
 def _cifar(folder: Path | None) -> tuple[Pairs, Pairs, Pairs]:
@@ -258,12 +251,11 @@ def _nuclei(folder: Path | None) -> tuple[Pairs, Pairs, Pairs]:
     return train, (train[0][:32], train[1][:32]), (images[held], labels[held])
 
 
-def cropped(both: Tensor, side: int, generator: torch.Generator) -> Tensor:
-    """Cut a square out of each of [n, channels, height, width], mirrored or not, at random."""
-    count, _, height, width = both.shape
-    rows = torch.randint(height - side + 1, (count, 1), generator=generator)
-    columns = torch.randint(width - side + 1, (count, 1), generator=generator)
-    rows, columns = rows + torch.arange(side), columns + torch.arange(side)
+def cropped(both: Tensor, sides: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Cut a part out of each of [n, channels, height, width], mirrored or not, at random."""
+    count, rooms = len(both), zip(both.shape[2:], sides, strict=True)
+    starts = [torch.randint(n - side + 1, (count, 1), generator=generator) for n, side in rooms]
+    rows, columns = (start + torch.arange(n) for start, n in zip(starts, sides, strict=True))
     mirrored = torch.rand(count, 1, generator=generator) < 0.5
     columns = torch.where(mirrored, columns.flip(1), columns)
     which = torch.arange(count)[:, None, None]
@@ -277,7 +269,7 @@ def _crops(size: int) -> Callable[[Pairs, torch.Generator], Iterator[Step]]:
     def draw(data: Pairs, generator: torch.Generator) -> Iterator[Step]:
         both = torch.cat(data, 1)
         for picked in epochs(len(both), size, generator):
-            crops = cropped(both[picked], _CROP, generator)
+            crops = cropped(both[picked], (_CROP, _CROP), generator)
             yield [(_scaled(crops[:, :-1]), crops[:, -1:].float())]
 
     return draw

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.muon import Muon, hidden_and_rest
+from benchmarks.muon import Muon, hidden_and_rest, muons_groups
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
@@ -190,8 +190,7 @@ def ours(of: str = "SGD", **options: Any) -> Maker:
 
 def muon(model: nn.Module, task: Task, every: int, refreshed: int) -> Sequence[Any]:
     """Take the matrices and kernels inside of the network; AdamW takes the rest."""
-    hidden, rest = hidden_and_rest(model)
-    return [Muon([{"params": hidden}, {"params": rest, "use_muon": False, "lr": 1e-3}], lr=0.02)]
+    return [Muon(muons_groups(model, 1e-3), lr=0.02)]
 
 
 class Preconditioner:

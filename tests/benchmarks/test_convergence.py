@@ -1,4 +1,4 @@
-"""The search behind the convergence benchmark: fair, resumable, and honest about targets."""
+"""The convergence benchmark: fair searches, batches and losses, and losses over learning rates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import statistics
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +17,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.convergence import contest, rates, search, seconds
+from benchmarks.convergence import __main__ as convergence
+from benchmarks.convergence import contest, rates, search, seconds, tasks
 from benchmarks.convergence.contestants import CONTESTANTS, Contestant, between, one_of
 from benchmarks.convergence.tasks import TASKS, Task
 from benchmarks.muon import Muon
+from benchmarks.networks import CifarResNet, Transformer, UNet
+from benchmarks.recipes import Runs
+
+# ---- the search ----
 
 
 def line(steps: int = 40) -> Task:
@@ -80,18 +84,6 @@ def test_no_whole_run_ends_above_a_run_of_half_its_steps(task):
         assert row["loss"] <= min(shorter, default=math.inf), row["optimizer"]
 
 
-@pytest.mark.usefixtures("short")
-def test_the_best_settings_are_found_and_the_worse_ones_stop_early(tmp_path):
-    store = search.Store(tmp_path / "runs.json")
-    one, task = plain(1e-4, 1e-3, 1e-2, 1e-1), line()
-    best = search.search(task, DATA, one, store, trials=12)
-    assert best == {"lr": 0.1}
-    lengths = sorted(run["steps"] for run in store.runs.values())
-    # Equal draws share a run, so four settings: all are tried, two of these go on to the end, where
-    # two seeds judge them.
-    assert lengths.count(10) == 4 and lengths.count(40) <= 4
-
-
 def searched(folder, rates, loss_of, steps: int = 100) -> tuple[Any, search.Store]:
     """Search among rates in this order, whose losses a function of rate, seed and steps tells."""
 
@@ -119,64 +111,10 @@ def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
     best, store = searched(tmp_path, rates, loss_of)
     # Diverged ones make room for the next; others are but the worse of those that are left.
     assert best == (0.04 if bold == math.inf else 0.01)
-    judged = [run for run in store.runs.values() if run["seed"] == search.JUDGES[1]]
+    judged = [run for run in store.done.values() if run["seed"] == search.JUDGES[1]]
     assert {run["steps"] for run in judged} == {50, 100}
     if bold == math.inf:
         assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
-
-
-def test_settings_that_diverged_are_not_run_any_longer(tmp_path):
-    """Of twelve only the first three do not, of which one does when it runs longer."""
-
-    def loss_of(lr, seed, steps):
-        return float(lr) if lr <= (3 if steps == 25 else 2) else math.inf
-
-    best, store = searched(tmp_path, range(1, 13), loss_of)
-    assert best == 1
-    later = [run["config"]["lr"] for run in store.runs.values() if run["steps"] > 25]
-    assert sorted(set(later)) == [1, 2, 3]
-
-
-@pytest.mark.usefixtures("short")
-@pytest.mark.parametrize(
-    ("first", "second", "best"), [((1.0, 4.0), (2.0, 3.0), 2), ((1.0, 3.0), (4.0, 2.0), 1)]
-)
-def test_the_worse_of_two_seeds_decides(tmp_path, first, second, best):
-    """Between the two that are left after the first rung."""
-    losses = {1: first, 2: second, **dict.fromkeys((3, 4, 5, 6), (9.0, 0.0))}
-
-    def loss_of(lr, seed, steps):
-        return losses[lr][search.JUDGES.index(seed)]
-
-    assert searched(tmp_path, losses, loss_of, steps=40)[0] == best
-
-
-@pytest.mark.parametrize(("horizon", "rungs"), [(40, {40}), (60, {30, 60}), (100, {25, 50, 100})])
-def test_nothing_is_judged_by_a_schedule_of_a_few_steps(tmp_path, horizon, rungs):
-    store = search.Store(tmp_path / "runs.json")
-    task = dataclasses.replace(line(), steps=horizon)
-    search.search(task, DATA, plain(1e-4, 1e-3, 1e-2, 1e-1), store, trials=12)
-    assert {run["steps"] for run in store.runs.values()} == rungs
-
-
-def test_a_search_that_was_broken_off_goes_on(tmp_path):
-    one, task = plain(1e-3, 1e-1), line()
-    first = search.Store(tmp_path / "runs.json")
-    search.search(task, DATA, one, first)
-    again = search.Store(tmp_path / "runs.json")
-    assert json.dumps(again.runs) == json.dumps(first.runs)
-    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
-        assert search.search(task, DATA, one, again) == {"lr": 0.1}
-
-
-def test_a_run_that_is_broken_off_while_it_is_kept_loses_no_other(tmp_path):
-    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
-    kept = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    with mock.patch.object(search.Path, "write_text", half_written), pytest.raises(OSError):
-        search.Store(path).get(task, DATA, one, {"lr": 0.1}, 1, 10)
-    with mock.patch.object(search, "train", side_effect=AssertionError("ran again")):
-        again = search.Store(path).get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    assert again.loss == kept.loss
 
 
 def half_written(path, text):
@@ -184,19 +122,19 @@ def half_written(path, text):
     raise OSError("disk full")
 
 
-def test_runs_of_another_task_or_with_other_threads_are_not_taken(tmp_path):
-    one, task, path = plain(0.1), line(), tmp_path / "runs.json"
-    store = search.Store(path)
-    for kind in (task, task, dataclasses.replace(task, about="a longer line")):
-        store.get(kind, DATA, one, {"lr": 0.1}, 0, 10)
-    assert len(store.runs) == 2
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        store.get(task, DATA, one, {"lr": 0.1}, 0, 10)
-    finally:
-        torch.set_num_threads(threads)
-    assert len(store.runs) == 3
+@pytest.mark.parametrize(
+    ("content", "key"), [({}, ["a", {"lr": 0.1}]), ({}, {"lr": 0.1}), ([], {"lr": 0.1, "seed": 0})]
+)
+def test_runs_that_are_done_are_not_made_again(tmp_path, content, key):
+    """Also after a run that is broken off while it is written."""
+    path, run = tmp_path / "runs.json", {"lr": 0.1, "seed": 0, "curve": [[1, 1.0, 2.0]]}
+    path.write_text(json.dumps(content))
+    assert Runs(path).get(key, lambda: run) == run
+    with mock.patch.object(Path, "write_text", half_written), pytest.raises(OSError):
+        Runs(path).get({"lr": 0.2}, lambda: run | {"lr": 0.2})
+    again = Runs(path)
+    assert again.get(key, pytest.fail) == run and len(again.done) == 1
+    assert type(json.loads(path.read_text())) is type(content)
 
 
 def test_settings_that_two_have_in_common_fall_on_the_same_places():
@@ -214,57 +152,6 @@ def test_settings_that_two_have_in_common_fall_on_the_same_places():
     }
 
 
-@pytest.mark.parametrize("trials", [1, 6, 8])
-def test_trials_are_spread_over_each_range(trials):
-    """One in each part; few drawn at random can all miss a third of it."""
-    one = Contestant("one", None, {"lr": between(1e-3, 1), "beta1": one_of(0.9, 0.95)})
-    for task in ("a", "b", "c"):
-        draws = one.draw(task, trials)
-        parts = sorted(trials * math.log(config["lr"] * 1e3) / math.log(1e3) for config in draws)
-        # Rates are rounded to two digits, by at most a twentieth.
-        assert all(i - 0.1 < part < i + 1.1 for i, part in enumerate(parts))
-        if trials > 1:
-            assert [c["beta1"] for c in draws].count(0.9) == trials / 2
-            assert [c["lr"] for c in draws] != sorted(c["lr"] for c in draws)
-    assert one.draw("a", trials) == one.draw("a", trials) != one.draw("b", trials)
-
-
-@pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if not one.absent])
-def test_the_networks_ends_have_a_rate_of_their_own_where_all_have_one(name):
-    one, task = CONTESTANTS[name], TASKS["characters"]
-    (plain,), (config,) = one.draw("a", 1), one.draw("a", 1, ends=True)
-    assert config == plain | {"lr_rest": config["lr_rest"]} and 3e-3 <= config["lr_rest"] <= 5e-2
-    assert config["lr_rest"] == CONTESTANTS["Muon"].draw("a", 1, ends=True)[0]["lr_rest"]
-    model = task.network()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        optimizers = one.build(model, config, task.kfac)
-    rates = {p: g["lr"] for o in optimizers for g in o.param_groups for p in g["params"]}
-    for key, p in model.named_parameters():
-        at_the_end = p.dim() < 2 or key.split(".")[0] in ("words", "places", "head")
-        assert rates[p] == config["lr_rest" if at_the_end else "lr"], key
-
-
-@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-@pytest.mark.parametrize("name", ["LAMB", "KFACLAMB"])
-@pytest.mark.parametrize("task", [TASKS["masked"], TASKS["digits-256"]], ids=lambda task: task.name)
-def test_matrices_alone_have_lambs_trust_ratio(name, task):
-    (config,) = CONTESTANTS[name].draw("a", 1, task.ends)
-    optimizers = CONTESTANTS[name].build(task.network(), config, task.kfac)
-    groups = [group for one in optimizers for group in one.param_groups]
-    decays = {(p.dim() > 1, group["weight_decay"]) for group in groups for p in group["params"]}
-    assert decays == {(True, 0.01), (False, 0.0)}
-
-
-def test_a_task_may_speed_up_those_of_adams_kind():
-    for one in CONTESTANTS.values():
-        (plain,), (fast,) = one.draw("a", 1), one.draw("a", 1, pace=4)
-        times = 1 if "SGD" in one.name else 4
-        for rate in plain.keys() & {"lr", "lr_rest"}:
-            assert fast.pop(rate) == pytest.approx(times * plain.pop(rate), rel=0.05)
-        assert fast == plain
-
-
 @pytest.mark.usefixtures("short")
 def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
     task, store = line(), search.Store(tmp_path / "runs.json")
@@ -274,7 +161,7 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
         for name, rate in rates.items()
     ]
     found = contest.contest(task, entries, DATA, store, 6, (1, 2, 3))
-    tried = [json.loads(key) for key in store.runs]
+    tried = [json.loads(key) for key in store.done]
     for name in rates:
         assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
         # One was left after half of the horizon: it has nobody to run against.
@@ -310,51 +197,32 @@ def test_default_settings_run_against_the_tuned_ones(tmp_path):
     assert few.reached == found.reached[3:] and few.final.keys() == found.final.keys()
     with pytest.raises(SystemExit, match="--targets SGD: not among those who train, base, KFAC x"):
         contest.contest(line(), entries, DATA, store, 1, (1,), ["SGD"])
-    for one in CONTESTANTS.values():
-        if one.tuned is not None:
-            assert set(one.space) <= {"lr", "lr_rest"}
-            assert one.name == f"{one.tuned}, defaults"
-            tuned = CONTESTANTS[one.tuned]
-            assert [c["lr"] for c in one.draw("a", 4)] == [c["lr"] for c in tuned.draw("a", 4)]
 
 
-def test_who_was_tuned_before_is_not_searched_for_again(tmp_path):
-    """Settings, and who came to whose loss, are as they were kept; newcomers meet them."""
+def test_known_settings_are_not_searched_for_again(tmp_path):
     base, rival, new = (plain(r, name=n) for r, n in ((0.05, "base"), (0.3, "rival"), (0.2, "new")))
     store, first = search.Store(tmp_path / "runs.json"), [base, rival]
     before = contest.contest(line(), first, DATA, store, 2, (1, 2, 3))
     contest.save(tmp_path / "result", "a line", before, store, [])
     path = tmp_path / "result.json"
-    kept = contest.Kept.read(path, ["base", "rival"])
-    runs = len(store.runs)
-    with mock.patch.object(contest, "search", side_effect=AssertionError):
-        again = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=kept)
-    assert again == before and len(store.runs) == runs
-    # A baseline with other settings would end elsewhere.
+    known = contest.kept(path, ["base", "rival"])
     bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
-    entries = [bolder, rival, new]
     with mock.patch.object(contest, "search", wraps=search.search) as searched:
-        found = contest.contest(line(), entries, DATA, store, 2, (1, 2, 3), kept=kept)
+        found = contest.contest(
+            line(), [bolder, rival, new], DATA, store, 2, (1, 2, 3), None, known
+        )
     assert [call.args[2].name for call in searched.call_args_list] == ["new"]
     assert found.best == {**before.best, "new": {"lr": 0.2}}
-    pairs = {(one.baseline, one.optimizer): one for one in found.reached}
-    assert pairs["base", "rival"] in before.reached and pairs["base", "new"].steps < 40
-    newly = contest.Kept.read(path, ["base"])
-    newly.best["rival"] = {"lr": 0.1}
-    met = contest.contest(line(), first, DATA, store, 2, (1, 2, 3), kept=newly)
-    assert met.best == {**before.best, "rival": {"lr": 0.1}}
-    assert met.reached != before.reached
-    # The settings of the better whole runs are a baseline's; what was kept of the others is void.
+    assert set(before.reached) < set(found.reached)
+    # Rated settings are taken where whole runs end lower with them.
     for rate, ends in ((0.001, 0.05), (0.3, 0.3)):
-        same = contest.contest(
-            line(), first, DATA, store, 2, (1, 2, 3), kept=kept, rated={"base": {"lr": rate}}
-        )
+        how = (1, 2, 3), None, known, {"base": {"lr": rate}}
+        same = contest.contest(line(), first, DATA, store, 2, *how)
         assert same.best["base"] == {"lr": ends} == same.final["base"][0].config
-        assert (same.reached == before.reached) == (ends == 0.05)
     with pytest.raises(SystemExit, match="--kept rival: not among those who train, base"):
-        contest.contest(line(), first[:1], DATA, store, 2, (1, 2, 3), kept=kept)
+        contest.contest(line(), first[:1], DATA, store, 2, (1, 2, 3), known=known)
     with pytest.raises(SystemExit, match=r"--kept stranger: not in .*result.json"):
-        contest.Kept.read(path, ["base", "stranger"])
+        contest.kept(path, ["base", "stranger"])
 
 
 def test_who_takes_part_and_why_not():
@@ -370,14 +238,6 @@ def test_who_takes_part_and_why_not():
 def test_a_run_that_diverges_ends(tmp_path):
     run = search.train(line(), DATA, plain(5.0), {"lr": 5.0}, 0, 40)
     assert run.loss == math.inf and run.curve[-1][0] < 40
-
-
-def test_a_run_may_come_back_from_a_bad_moment():
-    """Early running statistics of batch normalization made a U-Net's loss four times the first."""
-    losses = [(1.0, None), (50.0, None), (2.0, None), (1.0, None), (0.5, None)]
-    with mock.patch.object(Task, "measure", side_effect=losses):
-        run = search.train(line(), DATA, plain(0.1), {"lr": 0.1}, 0, 40)
-    assert run.loss == 0.5 and [point[2] for point in run.curve] == [loss for loss, _ in losses]
 
 
 @pytest.mark.parametrize("needed", range(1, 41))
@@ -414,41 +274,7 @@ def test_every_contestant_learns(name):
     assert any(map(learns, one.draw("a", 4)))  # some draw is bad, not all
 
 
-with_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
-
-
-@with_muon
-def test_muon_takes_kernels_as_matrices_and_leaves_the_ends_to_adamw():
-    torch.manual_seed(0)
-    model = TASKS["resnet8-256"].network()
-    x, y = torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
-    config = {"lr": 0.1, "momentum": 0.9, "lr_rest": 0.01}
-    muon, adamw = CONTESTANTS["Muon"].build(model, config, {})
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    apart = copy.deepcopy(model)
-    for trained in (model, apart):
-        torch.nn.functional.cross_entropy(trained(x), y).backward()
-    for optimizer in (muon, adamw):
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())  # nothing adds up from step to step
-    kernels = 0
-    for name, p in apart.named_parameters():
-        # A first step of AdamW is of length lr wherever there is a gradient.
-        moved, like = before[name] - model.get_parameter(name), 0.01 * p.grad.sign()
-        if p.dim() == 4:
-            matrix = nn.Linear(p[0].numel(), len(p), bias=False)
-            matrix.weight.data.copy_(p.flatten(1))
-            matrix.weight.grad = p.grad.flatten(1)
-            Muon([matrix.weight], lr=0.1, momentum=0.9, weight_decay=0.0).step()
-            like = before[name] - matrix.weight.detach().view_as(p)
-            kernels += 1
-        large = p.grad.abs() > 1e-5
-        torch.testing.assert_close(moved[large], like[large], rtol=1e-3, atol=1e-5)
-    assert kernels == 7
-
-
-@with_muon
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
 def test_our_muon_is_torchs():
     """Torch's products are in bfloat16."""
     shapes = [(6, 6), (4, 9), (9, 4)]
@@ -467,8 +293,7 @@ def test_our_muon_is_torchs():
 def test_seconds_are_measured_in_turns(monkeypatch):
     """All train as far as they need, a baseline its whole horizon; shares follow."""
     task, order = line(steps=35), []
-    names = ["base", "fast", "slow"]
-    for name in names:
+    for name in ("base", "fast"):
         monkeypatch.setitem(CONTESTANTS, name, plain(0.1, name=name))
     real = seconds.Racer.turn
 
@@ -480,17 +305,169 @@ def test_seconds_are_measured_in_turns(monkeypatch):
 
     monkeypatch.setattr(seconds.Racer, "turn", turn)
     row = {"baseline": "base", "seconds": None, "of_its_seconds": None}
-    found = {
-        "final": [{"optimizer": name, "settings": {"lr": 0.1}} for name in names],
-        "to the baseline's loss": [
-            {**row, "optimizer": "fast", "steps": 15},
-            {**row, "optimizer": "slow", "steps": None},
-        ],
-    }
-    seconds.race(task, task.load(None), found)
+    fast, slow = (row | {"optimizer": x, "steps": n} for x, n in (("fast", 15), ("slow", None)))
+    final = [{"optimizer": name, "settings": {"lr": 0.1}} for name in ("base", "fast", "slow")]
+    seconds.race(task, DATA, {"final": final, "to the baseline's loss": [fast, slow]})
     # base, fast, base, fast, base, fast, which has ended, base, fast
     assert order == [10, 10, 10, 5, 10, 0, 5, 0]
-    fast, slow = found["to the baseline's loss"]
-    assert (fast["seconds"], fast["of_its_seconds"]) == (8.0, 8 / 7)
-    assert slow["seconds"] is None
-    assert found["final"][0]["ms per step"] == 1e3 * 7 / 35
+    assert (fast["seconds"], fast["of_its_seconds"], slow["seconds"]) == (8.0, 8 / 7, None)
+    assert final[0]["ms per step"] == 1e3 * 7 / 35
+
+
+# ---- what is trained ----
+
+# ---- batches ----
+
+
+def test_an_epoch_has_every_example_once():
+    places = tasks.epochs(10, 4, torch.Generator().manual_seed(0))
+    first, second = ([next(places), next(places)] for _ in range(2))
+    for epoch in (first, second):
+        assert all(len(batch) == 4 for batch in epoch)
+        assert len(torch.cat(epoch).unique()) == 8  # two are left over
+    assert torch.cat(first).tolist() != torch.cat(second).tolist()
+    with pytest.raises(ValueError, match="11 of 10 examples"):
+        next(tasks.epochs(10, 11, torch.Generator()))
+
+
+def pictures():
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (64, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return images, torch.randint(10, (64,), generator=generator)
+
+
+def nuclei():
+    generator = torch.Generator().manual_seed(5)
+    masks = torch.randint(2, (9, 1, 140, 150), generator=generator, dtype=torch.uint8)
+    return 255 * masks.repeat(1, 3, 1, 1), masks
+
+
+def text():
+    return torch.randint(65, (4000,), generator=torch.Generator().manual_seed(5))
+
+
+def flat():
+    return torch.randint(256, (64, 20), generator=torch.Generator().manual_seed(5)).byte()
+
+
+SMALL = {
+    "fashion": (tasks.fashion(16, 3), flat, lambda: nn.Linear(20, 20)),
+    "resnet8": (tasks.resnet8(16, 3), pictures, lambda: CifarResNet(8)),
+    "unet": (tasks.unet(2, 3), nuclei, lambda: UNet(3, (2, 4))),
+    "masked": (tasks.TASKS["masked"], text, lambda: Transformer(66, 64, 8, 1, 2, 16)),
+}
+
+
+class Watched(nn.Module):
+    """Keeps what it is trained on; draws some of torch's own random numbers in each pass."""
+
+    def __init__(self, inner, seen, draws):
+        super().__init__()
+        self.inner, self.seen, self.draws = inner, seen, draws
+
+    def forward(self, x):
+        if self.training:
+            self.seen.append(x.clone())
+            torch.rand(self.draws)
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_contestants_see_the_same_batches(name):
+    task, make, network = SMALL[name]
+    data = (make(),) * 2
+    x, y = next(task.batches(data[0], torch.Generator()))[0]
+    seen = []
+    for draws, one in enumerate(("LAMB", "KFACSGD", "KFACLAMB")):
+        kept = []
+        watched = dataclasses.replace(
+            task,
+            network=lambda kept=kept, draws=draws: Watched(network(), kept, draws),
+            measured=lambda part: iter([(x[:1], y[:1])]),
+            every=99,
+        )
+        settings = CONTESTANTS[one].draw("0", 1)[0]
+        search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
+        seen.append(torch.stack(kept))
+    assert len(seen[0]) == 3
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0][0], seen[0][-1])
+
+
+def test_crops_and_masks_belong_together():
+    batches = tasks.unet(4, 3).batches(nuclei(), torch.Generator().manual_seed(0))
+    for _ in range(3):
+        ((images, masks),) = next(batches)
+        assert images.shape == (4, 3, 128, 128) and masks.shape == (4, 1, 128, 128)
+        assert torch.equal(images, masks.expand_as(images))
+
+
+def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
+    data = torch.arange(4000) % 65
+    ((shown, target),) = next(tasks.TASKS["masked"].batches(data, torch.Generator()))
+    chosen = target != -100
+    assert 0.13 < chosen.float().mean() < 0.17
+    rows = torch.where(chosen, target, shown)
+    assert ((rows[:, 1:] - rows[:, :-1]) % 65 == 1).all()  # the passages as they were
+    hidden = (shown == 65)[chosen].float().mean()
+    same = (shown == target)[chosen].float().mean()
+    assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
+
+
+# ---- losses over rates ----
+
+ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
+LOSSES = {
+    ("AdamW", 0.01): 1.0,
+    ("AdamW", 0.1): math.inf,
+    ("KFACAdam", 0.01): 1.1,
+    ("KFACAdam", 0.1): 0.5,
+}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Orders that came, answered without training."""
+    seen: list[rates.Order] = []
+
+    def made(orders, options):
+        for one in orders:
+            seen.append(one)
+            yield one, LOSSES[one.optimizer, one.lr], 1.0
+
+    monkeypatch.setattr(rates, "made", made)
+    return seen
+
+
+def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
+    assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
+    rates.main([*ASKED, "5", "--out", str(tmp_path)])
+    assert {one.seed for one in runs[8:]} == {5} and len(runs) == 12
+    kept = json.loads((tmp_path / "rates_digits-256.json").read_text())
+    assert kept["steps"] == TASKS["digits-256"].steps // 2
+    assert {row["loss"] for row in kept["runs"]} == {1.0, None, 1.1, 0.5}
+    assert (tmp_path / "rates_digits-256.png").exists()
+    # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
+    assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
+
+
+def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
+        rates.main([*ASKED, "--part", "1", "--out", str(tmp_path)])
+    assert len(runs) == 8
+
+
+def test_settings_of_the_best_rate(runs, tmp_path):
+    rates.main([*ASKED, "--out", str(tmp_path)])
+    task = TASKS["digits-256"]
+    found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
+    betas = {"beta1": 0.9, "beta2": 0.999}
+    assert found["AdamW"] == {"lr": 0.01, **betas}
+    assert found["KFACAdam"] == {"lr": 0.1, **betas}
+    assert found["KFACAdam, defaults"] == {"lr": 0.1}
+    assert rates.best_settings(tmp_path, task, ["SGD"]) == {}
+    with pytest.raises(SystemExit, match="--rated SGD: no rates on digits-256 in"):
+        convergence.main(["digits-256", "--rated", "SGD", "--out", str(tmp_path)])

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from benchmarks import demo
-from benchmarks.ranks import Place
-from tests.support.ranks import run
 
 
 def a_run(losses, pace=1.0):
@@ -35,10 +30,6 @@ def test_shares_are_of_steps_and_of_seconds_to_the_bases_last_loss():
     assert demo.verdict(rows, "seconds").endswith("in 0.50 of its seconds")
 
 
-def test_a_diverged_rate_is_never_the_best():
-    assert demo.best({"0.1": [math.nan, 0.1], "0.01": [2.0, 3.0], "0.03": [2.0, 4.0]}) == 0.01
-
-
 def test_rates_are_those_of_the_kept_search():
     kept = json.loads(demo.RATES.read_text())
     assert kept["steps"] == demo.STEPS
@@ -47,24 +38,6 @@ def test_rates_are_those_of_the_kept_search():
         assert [float(rate) for rate in losses] == list(demo.GRID)
         assert kept["rates"][name] == demo.best(losses)
         assert min(demo.GRID) < kept["rates"][name] < max(demo.GRID)
-
-
-def short_losses(name):
-    """Train six steps, on the ranks that are there."""
-    ranks = dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
-    place = Place(rank, world, torch.device("cpu"))
-    with mock.patch.dict(demo.STEPS, {name: 6}):
-        return demo.train(name, 0.01, 1, place, lambda step, loss: None).loss
-
-
-# In float32, eigenvectors of pixels that are never set depend on rounding.
-@pytest.mark.parametrize("name, tolerance", [("Adam", 1e-4), ("KFACAdam", 0.02)])
-def test_two_ranks_train_as_one(name, tolerance):
-    expected = short_losses(name)
-    assert expected[-1] < expected[0]
-    for losses in run(2, short_losses, name):
-        torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0)
 
 
 def test_the_demo_ends_with_a_table_and_a_plot(tmp_path, monkeypatch, capsys):

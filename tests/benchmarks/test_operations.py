@@ -1,4 +1,4 @@
-"""What the host does in a step stays as little as it was, and as a bare loop needs."""
+"""What the host does in a step stays as little as it was."""
 
 from __future__ import annotations
 
@@ -30,13 +30,6 @@ def test_counts_do_not_grow(network, optimizer):
     assert not above
 
 
-def test_a_step_that_gathers_or_refreshes_is_not_quiet():
-    trainer = operations.Trainer("ResNet-50", "KFACSGD", staggered=False)
-    busy = [number for number in range(190, 210) if trainer.kind(number) == "gathering"]
-    assert busy == [190, 200]
-    assert operations.Trainer("ResNet-50", "SGD").kind(190) == "quiet"
-
-
 def test_views_allocations_and_counters_are_no_operations():
     x = torch.zeros(3, 4)
     counters = [torch.tensor(1.0) for _ in range(3)]
@@ -65,9 +58,3 @@ def test_calls_of_the_package_are_apart_from_all_calls():
     assert 0 < numbers["files"] < numbers["functions"] < numbers["calls"] < numbers["all calls"]
     assert all(file.startswith(operations.HOUSE) for file, _ in visited.functions)
     assert opt is not None
-
-
-@pytest.mark.parametrize(("network", "optimizer"), operations.ROWS)
-def test_the_bare_loop_is_as_it_was_counted(network, optimizer):
-    known = KNOWN[f"{network}, {optimizer}"]["mean"]
-    assert operations.bare(network, optimizer) == pytest.approx(known["bare step"])

@@ -1,24 +1,30 @@
-"""The step-time benchmark: what it trains, what it counts, and how it compares."""
+"""Times of steps: what is trained and compared, and the trial on a CUDA device, rehearsed."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from benchmarks.cuda_trial import __main__ as trial
+from benchmarks.cuda_trial import parts
+from benchmarks.cuda_trial.__main__ import PARTS, main
+from benchmarks.cuda_trial.parts import Part
+from benchmarks.cuda_trial.steps import mean_step
 from benchmarks.networks import Bert, ResNet
 from benchmarks.step_time import __main__ as benchmark
 from benchmarks.step_time import steps
 from benchmarks.step_time.apart import Apart
-from benchmarks.step_time.contestants import BASES, OURS, TURN, Trainer, ours, takes_part
-from benchmarks.step_time.tasks import DEFAULT, OFTEN, SHORT, TASKS, Task
-from kaisa_optim import KFACSGD
+from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
+from benchmarks.step_time.tasks import DEFAULT, SHORT, Task
+
+# ---- step times ----
 
 
 def parameters(module: nn.Module) -> int:
@@ -52,29 +58,6 @@ def test_bert_large_is_the_published_one():
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
 
 
-@pytest.mark.parametrize("name", [name for name, task in SHORT.items() if task.half])
-def test_tasks_under_autocast_weigh_their_loss_as_they_average_it(name):
-    task = SHORT[name]
-    trainer = Trainer(task, "cpu", ours(compute_method="eigen"), (2, 4))
-    trainer.run(1)
-    _, labels = next(trainer.batches)
-    (optimizer,) = trainer.optimizers
-    kfac = optimizer.preconditioner
-    if kfac.loss_terms != "examples":
-        assert kfac.loss_terms == task.passes * labels.numel()
-    # One weight, read in two places, is one layer.
-    assert ("head" in kfac.layers) == (name == "resnet50")
-    assert ("words" in kfac.layers) == (name == "bert-large")
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-
-
-def test_a_full_task_steps_by_65536_tokens():
-    task = TASKS["bert-large"]
-    words, labels = task.batch()
-    assert task.passes * words.numel() == 65_536
-    assert task.options["loss_terms"] == task.passes * labels.numel()
-
-
 # ---- contestants ----
 
 
@@ -83,22 +66,6 @@ def linear(passes: int = 1) -> Task:
         "a line", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))), {},
         passes=passes,
     )  # fmt: skip
-
-
-def test_passes_of_a_step_are_different_batches_and_their_mean_counts():
-    trainer = Trainer(linear(passes=3), "cpu", lambda *_: [], (1, 1))
-    twin = Trainer(linear(), "cpu", lambda *_: [], (1, 1))
-    trainer.run(1)
-    batches = list(itertools.islice(twin.batches, 3))
-    inputs = torch.cat([x for x, _ in batches])
-    assert len(torch.unique(inputs, dim=0)) == 12
-    F.cross_entropy(twin.model(inputs), torch.cat([y for _, y in batches])).backward()
-    torch.testing.assert_close(trainer.model.weight.grad, twin.model.weight.grad)
-
-
-def test_passes_of_a_step_are_counted():
-    # Two products of 2 · 4 · 3 · 2: there, and the weight's gradient; inputs need none.
-    assert Trainer(linear(passes=3), "cpu", BASES["SGD"], (1, 1)).operations() == 3 * 2 * 48
 
 
 def process(trainer: Trainer) -> int:
@@ -127,22 +94,6 @@ def test_a_contestant_trains_in_a_process_of_its_own():
                 apart(end)
 
 
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_operations_of_preconditioning_are_counted(method):
-    trainer = Trainer(linear(), "cpu", ours(compute_method=method), (1, 1))
-    trainer.run(1)
-    sides = 2 * 2 * 2 * 4 + 2 * 2 * 4 * 4  # of a matrix [2, 4], the bias its last column
-    assert steps.preconditioning(trainer) == sides * (2 if method == "eigen" else 1)
-
-
-def test_the_floor_is_beside_the_bases_own_products():
-    assert steps.floor(100, 20, 0) == 1.2
-    assert steps.floor(100, 20, 20) == 1
-    plain = Trainer(linear(), "cpu", BASES["SGD"], (1, 1))
-    plain.run(1)
-    assert steps.preconditioning(plain) == 0
-
-
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     """In 100 steps each layer gathers ten times, and is refreshed in one turn of them."""
@@ -156,77 +107,6 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
         refreshed += [step] * len(kfac.work.refresh)
     assert len(gathered) == 10 and len(refreshed) == 1
     assert refreshed[0] // TURN == 2 and refreshed[0] in gathered
-
-
-def test_the_defaults_that_are_timed_are_the_packages():
-    kfac = KFACSGD(nn.Linear(3, 2)).preconditioner
-    assert (kfac.factor_update_steps, kfac.inv_update_steps) == DEFAULT
-
-
-def test_all_are_timed_at_the_defaults_and_the_papers_methods_at_theirs():
-    everyone = ["AdamW", "Muon", "KFACAdam", "KFACSGD", "KFACSGD, eigen", "kfac-pytorch"]
-    assert [name for name in everyone if takes_part(name, DEFAULT)] == everyone
-    assert [name for name in everyone if takes_part(name, OFTEN)] == everyone[3:]
-
-
-# ---- steps ----
-
-
-def test_stages_add_up_to_the_mean_step():
-    times = [(0.010, 0.020), (0.012, 0.050), (0.011, 0.020), (0.019, 0.020)]
-    quiet = [(0.010, 0.004), (0.010, 0.005), (0.090, 0.006)]
-    found, slowest = steps.stages(times, quiet)
-    assert found == pytest.approx(
-        {
-            "forward and backward": 10.0,
-            "gather factors": 3.0,
-            "update and refresh": 22.5,
-            "precondition and step": 5.0,
-        }
-    )
-    assert sum(found.values()) == pytest.approx(1e3 * sum(map(sum, times)) / len(times))
-    assert slowest == pytest.approx(39 / 35)
-
-
-def test_ratios_are_taken_within_a_round():
-    base = [[(0.001, 0.001)], [(0.010, 0.010)], [(0.002, 0.002)]]  # another load in each
-    own = [[(0.002, 0.001)], [(0.014, 0.010)], [(0.002, 0.006)]]
-    one = steps.compared("KFACSGD", own, base)
-    assert (one.ms, one.ratio, one.part) == pytest.approx((8.0, 1.5, 4.0))
-
-
-def measured(name: str, part: float, peak: float | None = None) -> steps.Measured:
-    return steps.Measured(name, 10 + part, 1 + part / 10, part, peak_mb=peak)
-
-
-def test_the_part_beside_the_papers_code():
-    task = TASKS["resnet32"]
-    results = [
-        measured("SGD", 0.0),
-        measured("KFACSGD", 1.0, 100.0),
-        measured("kfac-pytorch", 8.0, 400.0),
-    ]
-    steps.set_beside(results)
-    assert [one.beside for one in results] == [None, 0.125, None]
-    header, _, line, *_ = steps.table(results)
-    assert line.index("0.12 of it") + len("0.12 of it") == header.index(steps.PAPERS) + 12
-    lines = [str(figure) for figure in steps.summary("resnet32", task, (10, 100), results)]
-    assert lines == [
-        "ResNet-32 10/100, KFACSGD: 1.10 × SGD's step (at most 1.15 wanted: reached)",
-        "ResNet-32 10/100, KFACSGD, K-FAC part beside kfac-pytorch's: 0.12 "
-        "(at most 0.20 wanted: reached)",
-        "ResNet-32 10/100, KFACSGD, peak memory above SGD's beside kfac-pytorch's: 0.25 "
-        "(at most 0.33 wanted: reached)",
-        "ResNet-32 10/100, kfac-pytorch: 1.80 × SGD's step",
-    ]
-
-
-def test_the_papers_code_stands_beside_ours_in_its_precision():
-    names = {"KFACSGD": 2.0, "KFACSGD, bfloat16": 1.0, "kfac-pytorch": 8.0}
-    results = [measured(name, part) for name, part in names.items()]
-    results.append(measured("kfac-pytorch, bfloat16", 5.0))
-    steps.set_beside(results)
-    assert [one.beside for one in results] == [0.25, 0.2, None, None]
 
 
 # ---- the command ----
@@ -272,3 +152,76 @@ def test_some_may_be_measured_alone(asked):
     assert all(names in (alone, [*alone, "kfac-pytorch"]) for names in asked) and asked
     with pytest.raises(SystemExit):
         benchmark.main([*SHORTLY, "--only", "KFACSDG"])
+
+
+# ---- the trial ----
+
+
+def recorded(folder):
+    return json.loads((folder / "cuda_trial_rehearsal.json").read_text())
+
+
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"proofs", "bert-large"}))
+def test_each_part_rehearses(tmp_path, name):
+    """BERT-Large is timed as ResNet-50 is, and its rehearsal takes as long as all others."""
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", name]) == 0
+    part = recorded(tmp_path)["parts"][name]
+    assert part["state"] == "done" and part["results"]
+
+
+def test_the_tests_are_run_and_told(tmp_path):
+    assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
+    _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
+    assert exactness["code"] == 0 and "1 passed" in exactness["said"]
+
+
+@pytest.mark.parametrize("steps", [30, 40])
+def test_a_mean_step_has_the_interval_s_share_of_refreshes(steps):
+    """Steps of an interval that cost 1, 5 more where they gather, and 150 in its two refreshes."""
+    interval = [1 + 5 * (step % 5 == 0) + {0: 100, 5: 50}.get(step, 0) for step in range(100)]
+    times = [interval[number % 100] for number in range(980, 980 + steps)]
+    assert mean_step(times, 100) == pytest.approx((sum(interval) / 100, 150))
+    assert mean_step(times, 10) == (sum(times) / steps, 0)  # a refresh in each turn
+
+
+def fails(settings):
+    yield {"before": 1}
+    raise ValueError("planted")
+
+
+def hangs(settings):
+    yield {"before": 2}
+    time.sleep(600)
+
+
+def goes_well(settings):
+    yield {"after": 3}
+
+
+def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    received = parts._receive
+
+    def receive(pipe, record):
+        received(pipe, record)
+        if record.results == [{"before": 2}]:
+            clock.now += 3600  # the part has begun: its time is over
+
+    monkeypatch.setattr(parts, "time", clock)
+    monkeypatch.setattr(parts, "_receive", receive)
+    made = {"proofs": fails, "resnet50": hangs, "gpt2": goes_well}
+    monkeypatch.setattr(trial, "PARTS", {name: Part(run, 10, 0) for name, run in made.items()})
+    chosen = ["--parts", "proofs", "resnet50", "gpt2"]
+    assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
+    kept = recorded(tmp_path)["parts"]
+    assert {name: part["state"] for name, part in kept.items()} == {
+        "proofs": "failed",
+        "resnet50": "cut off",
+        "gpt2": "done",
+    }
+    assert "planted" in kept["proofs"]["error"]
+    assert [part["results"] for part in kept.values()] == [
+        [{"before": 1}],
+        [{"before": 2}],
+        [{"after": 3}],
+    ]

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from kaisa_optim import KFACSGD, KFACAdam
-from tests.integrations.test_accelerator import CASES, Images, Tokens, batches, loss_of, train
+from tests.integrations.test_accelerator import CASES, batches, loss_of, train
 from tests.support import ranks
+from tests.support.compare_revisions import Images, Tokens
 
 # Asked for by cuBLAS where reruns are to have the same bits, before its first call.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -65,28 +65,3 @@ def test_batch_scripts_start_the_applications_that_there_are(path):
         module = name.split()[0]
         assert importlib.util.find_spec("benchmarks") is not None
         assert (EXAMPLES.parent / "benchmarks" / "applications" / f"{module}.py").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "parameters", "operations"),
-    [
-        # A forward pass multiplies each weight of a linear layer once for each token.
-        ("bert_large", 64, 335e6, 6 * 335e6 * 8 * 512),
-        ("llama_7b", 512, 6.74e9, 6 * 6.74e9 * 2048),
-        ("resnet_50", 8, 25.6e6, 6 * 4.1e9 * 64),
-    ],
-)
-def test_large_models_are_planned_without_their_memory(name, ranks, parameters, operations):
-    pytest.importorskip("transformers")
-    from kaisa_optim.tools import factories, plan
-
-    model, batch = factories.built(f"examples.plans:{name}")
-    found = plan(model, ranks, batch=batch)
-    assert all(p.is_meta for p in model.parameters())
-    assert found.case.gradients == pytest.approx(4 * parameters, rel=0.01)
-    passes = found.case.passes
-    assert passes.operations == pytest.approx(operations, rel=0.15)
-    assert passes.touched > 4 * batch.numel()
-    least, most = found.priced[0], found.priced[-1]
-    assert max(least.kfac) < (0.05 if ranks > 8 else 0.3) * max(most.kfac)
-    assert found.nearest.needs < most.needs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,22 +27,11 @@ pytestmark = [
 ]
 
 
-class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """The rows of the batches, beginning with batch ``first``."""
-
-    def __init__(self, first: int) -> None:
-        data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
-        self.x, self.y = (torch.cat(part) for part in zip(*data, strict=True))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.x[i], self.y[i]
-
-
 def loader(batch_size: int = 8, first: int = 0) -> Any:
-    return torch.utils.data.DataLoader(Rows(first), batch_size=batch_size)
+    """The rows of the batches, beginning with batch ``first``."""
+    data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
+    rows = torch.utils.data.TensorDataset(*map(torch.cat, zip(*data, strict=True)))
+    return torch.utils.data.DataLoader(rows, batch_size=batch_size)
 
 
 Losses = Callable[[int, int], Iterator[Callable[[Any], Tensor]]]  # of a step's micro-batches
@@ -234,19 +222,11 @@ def test_accelerates_checkpoint_resumes(kind, tmp_path):
 
 def tiny_bert() -> Any:
     transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=20,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=12,
-        max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 12, "max_position_embeddings": 8, "num_labels": 3}
+    sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(config)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
 
 
 def sentences(rows: int) -> list[dict[str, Tensor]]:
@@ -270,31 +250,22 @@ def classification(i: int, micro: int) -> Iterator[Callable[[Any], Tensor]]:
         yield lambda model, x=x: model(**x).loss
 
 
-def bert_by_hand(kind: str, model: nn.Module, micro: int, autocast: bool) -> Any:
-    model.train()
-    options = {"micro": micro, "autocast": autocast, "clip": 1.0}
-    return by_hand(kind, model, **options, losses=classification)
+def trained_as_by_hand(kind: str, driven: Any, start: nn.Module, **loop: Any) -> None:
+    """Compare what a Trainer has trained with a plain loop from the ``start``."""
+    expected = start.train()
+    reference = by_hand(kind, expected, **loop, clip=1.0, losses=classification)
+    check_against(reference, driven.optimizer.optimizer, driven.model, expected)
 
 
 def trainer(kind: str, model: Any, path: Path, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(path),
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=STEPS,
-        **{"per_device_train_batch_size": 8, "save_strategy": "no", **options},
-    )
+    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": 8}
+    arguments = transformers.TrainingArguments(str(path), **{**quiet, **sizes, **options})
     opt = OPTIMIZERS[kind](model)
-    constant = torch.optim.lr_scheduler.ConstantLR(opt, 1.0)
-    return transformers.Trainer(
-        model,
-        arguments,
-        train_dataset=Stream(),
-        optimizers=(opt, constant),
-        compute_loss_func=mean_over_all,
-    )
+    optimizers = opt, torch.optim.lr_scheduler.ConstantLR(opt, 1.0)
+    how = {"train_dataset": Stream(), "compute_loss_func": mean_over_all}
+    return transformers.Trainer(model, arguments, optimizers=optimizers, **how)
 
 
 def mean_over_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -303,14 +274,11 @@ def mean_over_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) 
     return F.cross_entropy(outputs.logits, labels, reduction="sum") / count
 
 
-TRAINER: dict[str, tuple[dict[str, Any], int, bool]] = {
-    "plain": ({}, 1, False),
-    "accumulated": (
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-        2,
-        False,
-    ),
-    "bf16": ({"bf16": True}, 1, True),
+HALVED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "accumulated": (HALVED, {"micro": 2}),
+    "bf16": ({"bf16": True}, {"autocast": True}),
 }
 
 
@@ -318,23 +286,16 @@ TRAINER: dict[str, tuple[dict[str, Any], int, bool]] = {
 @pytest.mark.parametrize("setting", TRAINER)
 def test_transformers_trainer(kind, setting, tmp_path):
     pytest.importorskip("accelerate")
-    options, micro, autocast = TRAINER[setting]
-    model = tiny_bert()
-    expected = copy.deepcopy(model)
-    driven = trainer(kind, model, tmp_path, **options)
+    options, loop = TRAINER[setting]
+    driven = trainer(kind, tiny_bert(), tmp_path, **options)
     driven.train()
-    reference = bert_by_hand(kind, expected, micro, autocast)
-    check_against(reference, driven.optimizer.optimizer, model, expected)
+    trained_as_by_hand(kind, driven, tiny_bert(), **loop)
 
 
 @pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 def test_transformers_checkpoint_resumes(kind, tmp_path):
     pytest.importorskip("accelerate")
-    model = tiny_bert()
-    expected = copy.deepcopy(model)
-    trainer(kind, model, tmp_path, save_strategy="steps", save_steps=4).train()
-    other = tiny_bert()
-    resumed = trainer(kind, other, tmp_path)
+    trainer(kind, tiny_bert(), tmp_path, save_strategy="steps", save_steps=4).train()
+    resumed = trainer(kind, tiny_bert(), tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    reference = bert_by_hand(kind, expected, 1, False)
-    check_against(reference, resumed.optimizer.optimizer, other, expected)
+    trained_as_by_hand(kind, resumed, tiny_bert())

@@ -32,43 +32,21 @@ def network():
     )
 
 
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(count):
-        x = torch.randn(16, 3, 8, 8, generator=generator)
-        yield x, torch.randint(5, (16,), generator=generator)
-
-
-def backward(model, x, y):
-    model.zero_grad()
-    F.cross_entropy(model(x), y).backward()
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("outer", [True, False])
 def test_twenty_steps_agree(outer):
     theirs, ours, first = network(), network(), network()
     sgd = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    preconditioner = preconditioners.KFACPreconditioner(
-        theirs,
-        lr=lambda _: sgd.param_groups[0]["lr"],
-        compute_eigenvalue_outer_product=outer,
-        **SHARED,
-    )
-    optimizer = KFACSGD(
-        ours,
-        lr=0.1,
-        momentum=0.9,
-        compute_method="eigen",
-        normalization="kaisa",
-        compute_eigenvalue_outer_product=outer,
-        **SHARED,
-    )
-    for x, y in batches(20):
-        backward(theirs, x, y)
-        preconditioner.step()
-        sgd.step()
-        backward(ours, x, y)
-        optimizer.step()
+    shared = {**SHARED, "compute_eigenvalue_outer_product": outer}
+    preconditioner = preconditioners.KFACPreconditioner(theirs, lr=0.1, **shared)
+    how = {"momentum": 0.9, "compute_method": "eigen", "normalization": "kaisa"}
+    optimizer = KFACSGD(ours, lr=0.1, **how, **shared)
+    for _ in range(20):
+        x, y = torch.randn(16, 3, 8, 8), torch.randint(5, (16,))
+        for model, steps in ((theirs, (preconditioner, sgd)), (ours, (optimizer,))):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            for each in steps:
+                each.step()
     for p, q, start in zip(theirs.parameters(), ours.parameters(), first.parameters(), strict=True):
         assert (p - q).abs().max() <= 1e-5 * (p - start).abs().max()

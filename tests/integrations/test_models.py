@@ -13,11 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.layers import SCALES
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -52,7 +50,7 @@ def train(
         values = losses_of(model, loss, opt, steps)
     report = opt.preconditioner.coverage()
     # Scales and shifts are the base's in every network.
-    left = sum(one.size for one in report.left.values() if one.reason != SCALES)
+    left = sum(x.size for x in report.left.values() if not x.reason.startswith("scales or shifts"))
     assert left <= (1 - least) * report.total, report.named()
     assert all(map(math.isfinite, values)), values
 
@@ -87,15 +85,6 @@ IMAGES = {
     "patch_size": 4,
     "num_labels": 5,
 }
-SPEECH = {
-    **{k: v for k, v in DECODER.items() if k != "max_position_embeddings"},
-    "vocab_size": 32,
-    "conv_dim": [16, 16],
-    "conv_stride": [5, 2],
-    "conv_kernel": [10, 3],
-    "num_conv_pos_embeddings": 16,
-    "num_conv_pos_embedding_groups": 4,
-}
 
 
 def on_words(model: nn.Module) -> Tensor:
@@ -105,10 +94,6 @@ def on_words(model: nn.Module) -> Tensor:
 
 def on_images(model: nn.Module) -> Tensor:
     return model(pixel_values=torch.randn(4, 3, 16, 16), labels=torch.randint(0, 5, (4,))).loss
-
-
-def on_speech(model: nn.Module) -> Tensor:
-    return model(torch.randn(2, 800), labels=torch.randint(1, 32, (2, 5))).loss
 
 
 def on_spectra(model: nn.Module) -> Tensor:
@@ -132,40 +117,23 @@ def words(
 
 
 LM, MASKED, SEQUENCES = "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"
-PLAIN = {"hidden_size": WIDTH, "num_layers": 2, "num_heads": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 OF_T5 = {"d_model": WIDTH, "d_kv": 8, "d_ff": 64, "decoder_start_token_id": 0}
 OF_WHISPER = {
     **{"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1},
 }
-OF_DISTILBERT = {"dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
-VITS = {"ViT": "ViT", "DeiT": "DeiT", "BEiT": "Beit", "DINO v2": "Dinov2"}
+OF_OPT = {k: v for k, v in DECODER.items() if k != "intermediate_size"}
+VISION_TRANSFORMERS = {"ViT": "ViT", "BEiT": "Beit", "DINO v2": "Dinov2"}
+# One of each way to build a block; the zoo trains the others.
 TRANSFORMERS: dict[str, Entry] = {
     "GPT-2": words("GPT2", "LMHeadModel", GPT),
-    "GPT": words("OpenAIGPT", "LMHeadModel", GPT),
     "GPT-J": words("GPTJ", LM, GPT, rotary_dim=4),
-    "GPT-Neo": words(
-        "GPTNeo", LM, PLAIN, attention_types=[[["global", "local"], 1]], max_position_embeddings=64
-    ),
-    "GPT-NeoX": words("GPTNeoX", LM, DECODER),
     "Llama": words("Llama", LM, GROUPED),
-    "Mistral": words("Mistral", LM, GROUPED),
-    "Qwen 2": words("Qwen2", LM, GROUPED),
     "Qwen 3": words("Qwen3", LM, HEADS),
-    "Gemma": words("Gemma", LM, HEADS),
     "Gemma 2": words("Gemma2", LM, HEADS),
-    "Phi": words("Phi", LM, DECODER),
     "Phi 3": words("Phi3", LM, GROUPED, pad_token_id=0),
-    "StableLM": words("StableLm", LM, GROUPED),
-    "OLMo": words("Olmo", LM, DECODER),
-    "Cohere": words("Cohere", LM, GROUPED),
-    "Granite": words("Granite", LM, GROUPED),
-    "OPT": words(
-        *("OPT", LM, {k: v for k, v in DECODER.items() if k != "intermediate_size"}),
-        ffn_dim=64,
-        word_embed_proj_dim=WIDTH,
-    ),
+    "OPT": words("OPT", LM, OF_OPT, ffn_dim=64, word_embed_proj_dim=WIDTH),
     "BLOOM": words("Bloom", LM, {"hidden_size": WIDTH, "n_layer": 2, "n_head": 4}),
     "Falcon": words("Falcon", LM, DECODER),
     "Mixtral": words("Mixtral", LM, GROUPED, num_local_experts=4),
@@ -176,20 +144,14 @@ TRANSFORMERS: dict[str, Entry] = {
         *("Mamba", LM, {"hidden_size": WIDTH, "num_hidden_layers": 2}), least=0.97, state_size=4
     ),
     "BERT": words("Bert", MASKED, DECODER),
-    "RoBERTa": words("Roberta", MASKED, DECODER),
     "ALBERT": words("Albert", MASKED, DECODER, embedding_size=16),
-    "DistilBERT": words("DistilBert", MASKED, OF_DISTILBERT),
-    "ELECTRA": words("Electra", MASKED, DECODER, embedding_size=32),
     "DeBERTa v2": words("DebertaV2", MASKED, DECODER),
-    "MPNet": words("MPNet", MASKED, DECODER),
     "T5": words("T5", SEQUENCES, OF_T5, num_layers=2, num_heads=4),
     "BART": words("Bart", SEQUENCES, SEQ2SEQ),
-    "Pegasus": words("Pegasus", SEQUENCES, SEQ2SEQ),
     "Whisper": words("Whisper", SEQUENCES, {**SEQ2SEQ, **OF_WHISPER}, on_spectra),
-    "wav2vec 2": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SPEECH, on_speech, 0.8),
     **{
         name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 1)
-        for name, kind in VITS.items()
+        for name, kind in VISION_TRANSFORMERS.items()
     },
 }
 
@@ -202,15 +164,7 @@ def test_transformers(name):
         pytest.skip(f"this version has no {model}")
     torch.manual_seed(0)
     net = getattr(transformers, model)(getattr(transformers, config)(**options))
-    cls = (KFACSGD, KFACAdam)[len(name) % 2]
-    if least > 0.9:
-        train(net, loss, least, cls)
-        return
-    with pytest.warns(
-        UserWarning, match="the base optimizer updates these"
-    ):  # parametrized weights stay raw
-        opt = cls(net, lr=1e-3)
-    assert opt.preconditioner.coverage().share >= least
+    train(net, loss, least, (KFACSGD, KFACAdam)[len(name) % 2])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -219,24 +173,3 @@ def test_gpt2_under_a_checkpoint():
     net = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT))
     net.gradient_checkpointing_enable()
     train(net, on_words, 1, KFACAdam)
-
-
-# ---------------------------------------------------------------- images
-
-
-def on_classes(size: int) -> Loss:
-    def loss(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(torch.randn(4, 3, size, size)), torch.arange(4))
-
-    return loss
-
-
-# Networks of 32 pixels a side, but for one.
-VISION = ["resnet18", "densenet121", "mobilenet_v3_small", "convnext_tiny", "swin_t", "vit_b_16"]
-
-
-@pytest.mark.parametrize("name", VISION)
-def test_torchvision(name):
-    options = {"image_size": 32} if name.startswith("vit") else {}
-    net = getattr(library("torchvision").models, name)(num_classes=5, **options)
-    train(net, on_classes(32), 1, KFACSGD, 3, max_factor_size=64)

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
-from tests.support.ranks import fresh, run
-from tests.support.training import backward, network, train
+from tests.support.ranks import run
+from tests.support.training import backward, network
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
@@ -55,20 +49,6 @@ def test_zero_redundancy_is_no_base():
             with_kfac(base)
 
 
-def moments_here(assignment: str) -> int:
-    model = network()
-    opt = KFACAdam(model, lr=0.1, assignment=assignment)
-    train(model, opt, [0])
-    entries = [entry for state in opt.state.values() for entry in state.items()]
-    return sum(tensor.numel() for name, tensor in entries if name == "exp_avg")
-
-
-def test_layer_wise_spreads_moments_as_zero_does():
-    whole = run(2, moments_here, "opt")
-    parts = run(2, moments_here, "layer-wise")
-    assert whole[0] == whole[1] == sum(parts) and max(parts) < whole[0]
-
-
 # ---- DeepSpeed's ----
 
 
@@ -80,52 +60,3 @@ def test_copies_of_the_weights_in_the_groups_are_refused():
     backward(model, 0)
     with pytest.raises(RuntimeError, match=f"Invalid param_groups: .* under ZeRO .*{INSTEAD}"):
         opt.step()
-
-
-def deep(stage: int, rounded: bool = False) -> list[float]:
-    """Return the losses of three steps under DeepSpeed, on one rank."""
-    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK="0", RANK="0", WORLD_SIZE="1")
-    import deepspeed
-
-    # Shared memory for ranks on CPUs is compiled at the start, which takes minutes.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    settings = {
-        "train_micro_batch_size_per_gpu": 64,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": rounded},
-    }
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=KFACSGD(model, lr=0.1), config=settings
-    )
-    x = torch.randn(64, 8, dtype=torch.bfloat16 if rounded else torch.float32)
-    losses = []
-    for _ in range(3):
-        loss = F.mse_loss(engine(x), x.sum(1, keepdim=True))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-)
-
-
-@needs_deepspeed
-def test_deepspeed_at_stage_0_trains():
-    (losses,) = fresh(1, deep, 0)
-    assert losses[2] < losses[1] < losses[0]
-
-
-@needs_deepspeed
-@pytest.mark.parametrize(
-    ("stage", "rounded"), [(1, False), (2, False), (3, False), (0, True), (1, True)]
-)
-def test_deepspeed_with_copies_of_the_weights_is_refused(stage, rounded):
-    (found,) = fresh(1, deep, stage, rounded, expect_errors=True)
-    assert found.error is not None and "Invalid param_groups" in found.error
-    assert INSTEAD in found.error

@@ -149,10 +149,10 @@ class Part(nn.Module):
             kind = pick.choice(KINDS if depth < 2 else FLAT)
             program.described.append(f"{'  ' * depth}{kind.__name__}")
             move = kind(program, self, f"m{i}", depth)
-            wrap = pick.choice(WRAPS)
-            if wrap is not None:
-                program.described.append(f"{'  ' * depth}  ... under {wrap.__name__}")
-                move = wrap(program, move)
+            wrap = pick.choice(["", "", "", *WRAPS])
+            if wrap:
+                program.described.append(f"{'  ' * depth}  ... under {wrap}")
+                move = WRAPS[wrap](program, move)
             self.moves.append(move)
 
     def forward(self, h: Tensor) -> Tensor:
@@ -454,15 +454,7 @@ KINDS = [*FLAT, nested, nested, nested]
 # ---- what is around a move
 
 
-def reentrant(program: Program, move: Move) -> Move:
-    return checkpointed(program, move, use_reentrant=True)
-
-
-def not_reentrant(program: Program, move: Move) -> Move:
-    return checkpointed(program, move, use_reentrant=False)
-
-
-def checkpointed(program: Program, move: Move, use_reentrant: bool) -> Move:
+def checkpointed(program: Program, move: Move, use_reentrant: bool = False) -> Move:
     def after(h: Tensor) -> Tensor:
         if program.notes is not None or not torch.is_grad_enabled():
             return move(h)
@@ -487,17 +479,15 @@ def in_place(program: Program, move: Move) -> Move:
     return after
 
 
-def in_parts(program: Program, move: Move) -> Move:
-    return lambda h: torch.cat([move(h[:2]), move(h[2:])])
-
-
 def evaluated(program: Program, move: Move) -> Move:
-    def after(h: Tensor) -> Tensor:
-        with torch.no_grad():
-            move(h)
-        return move(h)
-
-    return after
+    return lambda h: (torch.no_grad()(move)(h), move(h))[1]
 
 
-WRAPS = [None, None, None, reentrant, not_reentrant, twice, in_place, in_parts, evaluated]
+WRAPS: dict[str, Callable[[Program, Move], Move]] = {
+    "reentrant": lambda program, move: checkpointed(program, move, True),
+    "not_reentrant": checkpointed,
+    "twice": twice,
+    "in_place": in_place,
+    "in_parts": lambda program, move: lambda h: torch.cat([move(h[:2]), move(h[2:])]),
+    "evaluated": evaluated,
+}

@@ -66,6 +66,7 @@ def run(
     *args: Any,
     timeout: float = 60,
     expect_errors: bool = False,
+    own: bool = False,
 ) -> list[Any]:
     """What ``function(*args)`` returns on each rank of a pool that other calls use too.
 
@@ -73,30 +74,21 @@ def run(
     all ranks may take their time, and the list is one of ``Outcome``.
     """
     job = _packed((function, args))  # fails here, before there are ranks to be disturbed
-    if world not in _POOLS:
-        _POOLS[world] = _Pool(world)
-    pool = _POOLS[world]
+    pool = _Pool(world) if own or world not in _POOLS else _POOLS[world]
+    if not own:
+        _POOLS[world] = pool
     try:
         return pool.run(job, function, timeout, expect_errors)
     finally:
-        if pool.ended:
+        if own:
+            pool.end()
+        elif pool.ended:
             del _POOLS[world]
 
 
-def fresh(
-    world: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 60,
-    expect_errors: bool = False,
-) -> list[Any]:
+def fresh(world: int, function: Callable[..., Any], *args: Any, **how: Any) -> list[Any]:
     """Like ``run``, in processes of its own."""
-    job = _packed((function, args))
-    pool = _Pool(world)
-    try:
-        return pool.run(job, function, timeout, expect_errors)
-    finally:
-        pool.end()
+    return run(world, function, *args, own=True, **how)
 
 
 # ---- the process of the tests ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import importlib
 import io
 import json
 import os
@@ -17,11 +18,11 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from kaisa_optim import KFACAdam, with_kfac
-from kaisa_optim.tools import app, calibration, hardware, plan
-from tests.tools.test_hardware import PLAIN
+from kaisa_optim.tools import app, calibration, command, hardware, plan
+from tests.tools.test_prices import PLAIN
 
-NET = "tests.tools.test_app:net"
+HERE = "tests.tools.test_app"
+NET = f"{HERE}:net"
 runner = CliRunner()
 
 
@@ -38,6 +39,10 @@ class Chatty(nn.Linear):
     def forward(self, x):
         print("a pass")
         return super().forward(x)
+
+
+def nothing():
+    return "a model"
 
 
 def chatty():
@@ -70,8 +75,8 @@ def test_a_plan_is_a_table():
 def test_the_plan_in_the_readme_is_what_the_command_prints():
     pytest.importorskip("transformers")
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    command, shown = re.search(r"^\$ kaisa (plan .*)\n((?:.+\n)+?)```", readme, flags=re.M).groups()
-    printed = [line.split() for line in kaisa(*command.split()).output.splitlines()]
+    asked, shown = re.search(r"^\$ kaisa (plan .*)\n((?:.+\n)+?)```", readme, flags=re.M).groups()
+    printed = [line.split() for line in kaisa(*asked.split()).output.splitlines()]
     for line in shown.splitlines():
         assert line.split() in printed, line
 
@@ -111,7 +116,12 @@ def test_nothing_fits_and_scripts_hear_of_it(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("net", "--ranks", 2), "'net'; it must be package.module:factory"),
         (("no_module:x", "--ranks", 2), "no_module:x' can't be imported"),
+        ((f"{HERE}:missing", "--ranks", 2), f"'missing'; see python -c 'import {HERE}'"),
+        ((f"{HERE}:nothing", "--ranks", 2), "returned str; it must return a module"),
+        ((NET, "--ranks", 2, "--arg", "depth=3"), "keyword argument 'depth'; give its arguments"),
+        ((NET, "--ranks", 2, "--arg", "a b=1"), "Invalid argument: 'a b=1'; it must be name=value"),
         ((NET, "--ranks", 2, "--device", "abacus"), "Invalid device: 'abacus'"),
         ((NET, "--ranks", 2, "--memory", "lots"), "Invalid memory_budget: 'lots'"),
         ((NET, "--ranks", 2, "--optimizer", "Magic"), "no optimizer 'Magic'; choose from KFACAdam"),
@@ -129,17 +139,16 @@ def test_faults_are_one_line_and_exit_with_2(arguments, said):
 
 
 @pytest.mark.parametrize("how", ["RuntimeError", "ValueError", "TypeError", "OSError", "exit"])
-@pytest.mark.parametrize("command", ["plan", "simulate"])
-def test_a_failing_factory_does_not_look_as_if_nothing_fits(command, how):
-    factory = "tests.tools.test_app:failing"
-    told = kaisa(command, factory, "--ranks", 2, "--arg", f"how={how}")
+@pytest.mark.parametrize("name", ["plan", "simulate"])
+def test_a_failing_factory_does_not_look_as_if_nothing_fits(name, how):
+    told = kaisa(name, f"{HERE}:failing", "--ranks", 2, "--arg", f"how={how}")
     assert told.exit_code == app.FAILED == 3
     assert "Traceback" in told.stderr and "in failing" in told.stderr
 
 
 def test_printing_does_not_break_json():
-    for command in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
-        told = kaisa(command[0], "tests.tools.test_app:chatty", *command[1:], "--json")
+    for name, *how in (("plan", "--ranks", 2), ("profile", "--steps", 1)):
+        told = kaisa(name, f"{HERE}:chatty", *how, "--json")
         assert json.loads(told.stdout)["optimizer"] == "KFACAdam", told.output
         assert "a factory" in told.stderr and "a pass" in told.stderr
 
@@ -194,14 +203,9 @@ def test_stages_of_a_step_are_timed():
 
 
 def test_a_profile_needs_an_input():
-    told = kaisa("profile", "tests.tools.test_app:alone")
+    told = kaisa("profile", f"{HERE}:alone")
     assert told.exit_code == app.WRONG
     assert "return a model and one rank's input" in told.output
-
-
-def test_optimizers_by_name():
-    assert app.optimizer_of("KFACAdam") is KFACAdam is app.optimizer_of("Adam")
-    assert app.optimizer_of("KFACNAdam") is with_kfac(torch.optim.NAdam)
 
 
 def test_profiles_say_their_sources():
@@ -228,3 +232,34 @@ def test_a_profile_is_written_and_checked(tmp_path, monkeypatch):
     assert told.exit_code == 0 and "measured ms" in told.output and "+0 %" in told.output
     assert asked == [("cpu", 3), ("cpu", 2)]
     assert kaisa("calibrate", "--check", "abacus").exit_code == 2
+
+
+# ---- without its libraries ----
+
+
+def lacking(name):
+    def import_module(asked):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    return import_module
+
+
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_a_missing_extra_is_named(monkeypatch, capsys, name):
+    monkeypatch.setattr(importlib, "import_module", lacking(name))
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 2
+    assert f"kaisa needs {name}: pip install 'kaisa_optim[tools]'" in capsys.readouterr().err
+
+
+def test_another_missing_module_is_no_missing_extra(monkeypatch):
+    monkeypatch.setattr(importlib, "import_module", lacking("torch"))
+    with pytest.raises(ModuleNotFoundError, match="torch"):
+        command.main()
+
+
+def test_plans_need_no_extra():
+    """From Python, neither typer nor rich is imported."""
+    code = "import kaisa_optim.tools, sys; sys.exit({'typer', 'rich'} & {*sys.modules} or None)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -146,8 +146,3 @@ def test_the_rest_of_the_memory_counts_beside_the_weights(monkeypatch):
 def test_options_that_contradict_each_other_are_refused(options, said):
     with pytest.raises(ValueError, match=f"Invalid {said}"):
         KFACAdam(network("chain"), **options)
-
-
-def test_a_model_without_layers_is_refused_as_ever():
-    with pytest.raises(ValueError, match="no layer that K-FAC covers"):
-        build(nn.LayerNorm(3), "1GB")

@@ -39,22 +39,6 @@ def test_a_machine_is_measured(short, tmp_path):
     assert same <= {"+0 %", "-0 %"}
 
 
-def test_a_gpu_has_no_work_left_when_a_call_begins_and_ends(monkeypatch):
-    told = []
-    monkeypatch.setattr(calibration, "_ENOUGH", -1.0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    calibration.seconds(lambda: told.append("call"), "cuda")
-    assert told == ["call", "wait", "call", "wait"]
-
-
-def test_gpus_multiply_in_half_precision_too():
-    x = torch.randn(2, 8, 8)
-    found = calibration.operations("cuda")["half_products"](x)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.float(), x @ x, atol=0.2) and not torch.equal(found.float(), x @ x)
-    assert "half_products" not in calibration.operations("cpu")
-
-
 def stopped(rank, ranks, port, to):
     """A rank that ends before it has exchanged anything."""
 
@@ -63,20 +47,6 @@ def test_ranks_that_end_early_are_told(monkeypatch):
     monkeypatch.setattr(calibration, "_exchange", stopped)
     with pytest.raises(ValueError, match="Invalid ranks: 1 ranks did not exchange anything"):
         calibration.links(1)
-
-
-def test_operations_are_what_their_names_say():
-    rows = torch.randn(2, 40, 20, dtype=torch.float64)
-    stack = rows.mT @ rows / 40
-    found = {kind: function(stack) for kind, function in calibration.operations("cpu").items()}
-    eye = torch.eye(20, dtype=torch.float64)
-    assert torch.allclose(found["products"], stack @ stack)
-    assert torch.allclose(found["inverses"] @ (stack + 0.01 * eye), eye.expand(2, 20, 20))
-    scaled = stack / stack.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] + 0.01 * eye
-    root, good = found["roots"]
-    assert good.all() and torch.allclose(root @ scaled @ root, eye.expand(2, 20, 20), atol=1e-6)
-    values, vectors = found["eigenvectors"]
-    assert torch.allclose(vectors * values[:, None] @ vectors.mT, stack)
 
 
 def test_a_profile_beside_a_measurement(short):
