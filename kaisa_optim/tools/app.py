@@ -80,8 +80,8 @@ def optimizer_of(name: str) -> type[KFACMixin]:
     import torch
 
     if name in _KFAC:
-        found: type[KFACMixin] = getattr(optimizer, name)
-        return found
+        kind: type[KFACMixin] = getattr(optimizer, name)
+        return kind
     base = getattr(torch.optim, name.removeprefix("KFAC"), None)
     if base is None:
         names = ", ".join(sorted(_KFAC))
@@ -89,14 +89,14 @@ def optimizer_of(name: str) -> type[KFACMixin]:
     return optimizer.with_kfac(base)
 
 
-def table(found: Plan, width: int) -> Table:
+def table(planned: Plan, width: int) -> Table:
     """Return a plan's table with the best row marked; narrow ones leave out some columns."""
-    cells = found.cells()
+    cells = planned.cells()
     if width < _WIDE:
         cells = [[x for i, x in enumerate(row) if cells[0][i] not in _DETAILS] for row in cells]
     head, *rows = cells
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
-    shown = Table(*head, title=found.head, title_justify="left", title_style="", **look)
+    shown = Table(*head, title=planned.head, title_justify="left", title_style="", **look)
     for i, column in enumerate(shown.columns):
         column.justify, column.no_wrap = "right" if i else "left", True
     for row in rows:
@@ -128,21 +128,21 @@ def plan_command(
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
         budget = memory or None
-        given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
-        found = plan(model, ranks, budget, optimizer=kind, **given, **options)
+        settings: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
+        planned = plan(model, ranks, budget, optimizer=kind, **settings, **options)
     if plot is not None:
-        pictures.draw_plan(found, plot)
+        pictures.draw_plan(planned, plot)
     if as_json:
-        print(found.to_json())
+        print(planned.to_json())
     else:
         console = screen()
         if not console.is_terminal:  # a file or a pipe has room
             console = screen(width=_WIDE)
-        console.print(table(found, console.width))
-        console.print(found.reason)
-        for text in found.assumptions:
+        console.print(table(planned, console.width))
+        console.print(planned.reason)
+        for text in planned.assumptions:
             console.print(f"- {text}", style="dim")
-    if found.best is None:
+    if planned.best is None:
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -165,19 +165,20 @@ def simulate_command(
     with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
-        given: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
-        found = plan(model, ranks, optimizer=kind, **given, **options)
-        priced = sorted(found.priced, key=lambda one: one.step)
-        world = found.world
+        settings: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
+        planned = plan(model, ranks, optimizer=kind, **settings, **options)
+        priced = sorted(planned.priced, key=lambda x: x.step)
+        world = planned.world
         # A simulation takes longer than a plan: of many, take the fastest and both ends.
-        ends = {x.candidate.title for x in (priced[0], found.priced[0], found.priced[-1])}
-        chosen = [one.candidate for one in priced if one.candidate.title in ends]
-        done = {x.title: simulate(found.case, x, world, found.hardware) for x in watched(chosen)}
+        ends = {x.candidate.title for x in (priced[0], planned.priced[0], planned.priced[-1])}
+        chosen = [x.candidate for x in priced if x.candidate.title in ends]
+        case, machine = planned.case, planned.hardware
+        done = {x.title: simulate(case, x, world, machine) for x in watched(chosen)}
     shown = Table("stage, mean ms a step", *done, box=box.SIMPLE_HEAD)
     for stage in (*STAGES, WAIT):
-        cells = [milliseconds(one.busy.get(stage, 0.0)) for one in done.values()]
+        cells = [milliseconds(x.busy.get(stage, 0.0)) for x in done.values()]
         shown.add_row(stage, *cells)
-    shown.add_row("step", *(milliseconds(one.mean) for one in done.values()), style="bold")
+    shown.add_row("step", *(milliseconds(x.mean) for x in done.values()), style="bold")
     screen().print(shown)
     best = done[priced[0].candidate.title]
     if trace is not None:
@@ -208,13 +209,13 @@ def profile_command(
                 f"{factory} returns a model alone; return a model and one rank's input"
             )
         kind, options = optimizer_of(optimizer), factories.values(option)
-        given: dict[str, Any] = {"optimizer": kind, "device": device, "steps": steps}
-        found = profile(model, batch, **given, **options)
+        settings: dict[str, Any] = {"optimizer": kind, "device": device, "steps": steps}
+        profiled = profile(model, batch, **settings, **options)
     if as_json:
-        print(found.to_json())
+        print(profiled.to_json())
         return
-    head, *rows = found.cells()
-    shown = Table(*head, title=f"{found.optimizer} on {found.device}", box=box.SIMPLE_HEAD)
+    head, *rows = profiled.cells()
+    shown = Table(*head, title=f"{profiled.optimizer} on {profiled.device}", box=box.SIMPLE_HEAD)
     for row in rows:
         shown.add_row(*row)
     screen().print(shown)
@@ -247,5 +248,5 @@ def calibrate(
 def profiles() -> None:
     """List the hardware profiles of this package, with their sources."""
     for path in sorted(hardware.PROFILES.glob("*.toml")):
-        found = hardware.load(path.stem)
-        print(json.dumps({"name": found.name, "title": found.title, "sources": found.sources}))
+        known = hardware.load(path.stem)
+        print(json.dumps({"name": known.name, "title": known.title, "sources": known.sources}))

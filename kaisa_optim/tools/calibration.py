@@ -64,15 +64,15 @@ def operations(device: str) -> dict[str, Callable[[Tensor], Any]]:
     def damping(stack: Tensor) -> Tensor:
         return stack.new_full((len(stack),), _DAMPING)
 
-    found: dict[str, Callable[[Tensor], Any]] = {
+    operations: dict[str, Callable[[Tensor], Any]] = {
         "products": lambda x: torch.bmm(x, x),
         "roots": lambda x: products.inverse_root(x, damping(x), diagonal=False),
         "eigenvectors": products.eigendecompose,
         "inverses": lambda x: products.damped_inverse(x, damping(x)),
     }
     if device == "cuda":
-        found["half_products"] = lambda x: torch.bmm(x.bfloat16(), x.bfloat16())
-    return found
+        operations["half_products"] = lambda x: torch.bmm(x.bfloat16(), x.bfloat16())
+    return operations
 
 
 def measure(device: str, ranks: int, watch: Watch = iter) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def measure(device: str, ranks: int, watch: Watch = iter) -> dict[str, Any]:
     times: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     with torch.no_grad():
         for side, kind in watch([*itertools.product(SIDES[device], kinds)]):
-            one, many = (_seconds_of(kinds[kind], count, side, device) for count in (1, _BATCH))
-            further = max((many - one) / (_BATCH - 1), one / 1e3)
-            times[kind].append([side, 1e3 * one, 1e3 * further])
+            single, many = (_seconds_of(kinds[kind], count, side, device) for count in (1, _BATCH))
+            further = max((many - single) / (_BATCH - 1), single / 1e3)
+            times[kind].append([side, 1e3 * single, 1e3 * further])
     group, layer = host(device)
     # One device tells nothing of links: take those of the profile that is nearest.
     known = hardware.load(hardware.named_for(device, _title(device)))
@@ -178,8 +178,8 @@ class _Apart(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(n, n, device=device) for n in sides)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [layer(x[:, : layer.in_features]).sum() for layer in self.layers]
-        return torch.stack(found).sum()
+        sums = [layer(x[:, : layer.in_features]).sum() for layer in self.layers]
+        return torch.stack(sums).sum()
 
 
 def host(device: str) -> tuple[float, float]:
@@ -222,17 +222,17 @@ def links(ranks: int) -> dict[str, float]:
         spawning.Process(target=_exchange, args=(rank, ranks, port, theirs), daemon=True)
         for rank in range(ranks)
     ]
-    for one in started:
-        one.start()
+    for process in started:
+        process.start()
     theirs.close()
     try:
         small, large = ours.recv() if ours.poll(_START) else (0.0, 0.0)
     except EOFError:
         small = large = 0.0
     finally:
-        for one in started:
-            one.join(10)
-            one.kill()
+        for process in started:
+            process.join(10)
+            process.kill()
     if not 0 < small < large:
         why = f"{ranks} ranks did not exchange anything over gloo; try fewer"
         raise invalid_because("ranks", why)
@@ -249,7 +249,7 @@ def _exchange(rank: int, ranks: int, port: int, to: Connection) -> None:
     limit = timedelta(seconds=60)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=ranks, timeout=limit)
-    found = []
+    fastest = []
     for size in (_SMALL, _LARGE):
         x = torch.zeros(ranks * size, dtype=torch.uint8)
         y = torch.empty_like(x)
@@ -259,9 +259,9 @@ def _exchange(rank: int, ranks: int, port: int, to: Connection) -> None:
             start = time.perf_counter()
             dist.all_to_all_single(y, x)
             best = min(best, time.perf_counter() - start)
-        found.append(best)
+        fastest.append(best)
     if rank == 0:
-        to.send(tuple(found))
+        to.send(tuple(fastest))
     dist.destroy_process_group()
 
 
@@ -276,8 +276,8 @@ def compare(known: Hardware, measured: Mapping[str, Any]) -> Iterator[Row]:
             theirs, ours = known.times[kind].seconds(side), times.seconds(side)
             yield _row(kind, f"{side:.0f} columns", theirs, ours)
     for title, size in (("a small exchange", _SMALL), ("a large exchange", _LARGE)):
-        both = (x.transfer(size, 2, 2) for x in (known, new))
-        yield _row(title, f"{size / 1e6:.3g} MB", *both)
+        transfers = (x.transfer(size, 2, 2) for x in (known, new))
+        yield _row(title, f"{size / 1e6:.3g} MB", *transfers)
     yield _row("passes", "1 GFLOP", 1e9 / known.flops, 1e9 / new.flops)
     yield _row("memory", "1 GB", 1e9 / known.memory_bandwidth, 1e9 / new.memory_bandwidth)
     yield _row("host", "a group of layers", known.host, new.host)

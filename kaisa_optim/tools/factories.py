@@ -19,10 +19,10 @@ class FactoryError(RuntimeError):
     """A factory's own failure, whatever it raised."""
 
 
-def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
+def built(target: str, texts: Iterable[str] = ()) -> tuple[nn.Module, Any]:
     """Return a factory's model on the meta device, and its batch or ``None``.
 
-    ``given`` are arguments such as ``"width=1024"``. The factory returns a model, or a model and
+    ``texts`` are arguments such as ``"width=1024"``. The factory returns a model, or a model and
     one rank's input.
     """
     name, _, attribute = target.partition(":")
@@ -40,7 +40,7 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
         remedy = "run kaisa where Python finds it" if away else f"see python -c 'import {name}'"
         why = f"{target!r} can't be imported: {error}; {remedy}"
         raise invalid_because("factory", why) from None
-    arguments = dict(map(_argument, given))
+    arguments = dict(map(_argument, texts))
     try:
         inspect.signature(factory).bind(**arguments)
     except TypeError as error:
@@ -59,9 +59,9 @@ def built(target: str, given: Iterable[str] = ()) -> tuple[nn.Module, Any]:
     return model, batch
 
 
-def values(given: Iterable[str]) -> dict[str, Any]:
+def values(texts: Iterable[str]) -> dict[str, Any]:
     """Return options by name, from texts such as ``"inv_update_steps=100"``."""
-    return dict(map(_argument, given))
+    return dict(map(_argument, texts))
 
 
 def _argument(text: str) -> tuple[str, Any]:

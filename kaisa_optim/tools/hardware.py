@@ -100,8 +100,8 @@ class Hardware:
         away = (members - on_node) / (members - 1)
         seconds = size * ((1 - away) / self.inside.bandwidth + away / self.between.bandwidth)
         far = self.between if away else self.inside
-        others = (on_node - 1) * self.inside.each + (members - on_node) * self.between.each
-        return seconds + calls * (far.latency + others)
+        messages = (on_node - 1) * self.inside.each + (members - on_node) * self.between.each
+        return seconds + calls * (far.latency + messages)
 
     def ring(self, size: float, members: int) -> float:
         """Return the seconds in which a ring of all ranks brings ``size`` bytes to each.

@@ -30,12 +30,12 @@ class _Traffic(TorchDispatchMode):
     size = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten.embedding:  # reads the chosen rows alone
-            self.add(args[1], found, found)
+            self.add(args[1], output, output)
         elif not (func.is_view or func.overloadpacket in _STILL):
-            self.add(args, kwargs, found)
-        return found
+            self.add(args, kwargs, output)
+        return output
 
     def add(self, *values: Any) -> None:
         self.size += sum(x.nbytes for x in tree.tree_leaves(values) if isinstance(x, Tensor))
@@ -47,10 +47,10 @@ class _Traffic(TorchDispatchMode):
 
         def counted(*args: Any, **kwargs: Any) -> Tensor:
             before = self.size
-            found = plain(*args, **kwargs)
+            output = plain(*args, **kwargs)
             self.size = before
-            self.add(args, kwargs, found)
-            return found
+            self.add(args, kwargs, output)
+            return output
 
         nn.functional.scaled_dot_product_attention = counted
         try:
@@ -93,8 +93,8 @@ def passes_of(
     except Exception as error:
         why = f"the model can't be run with it on the meta device: {error}"
         raise invalid_because("batch", why) from error
-    both = 1 + _BACKWARD
-    return Passes(both * float(counter.get_total_flops()), rows, both * traffic.size)
+    share = 1 + _BACKWARD
+    return Passes(share * float(counter.get_total_flops()), rows, share * traffic.size)
 
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

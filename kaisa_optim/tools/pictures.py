@@ -18,29 +18,29 @@ _COLORS = (
 )
 
 
-def draw_plan(found: Plan, path: Path) -> None:
+def draw_plan(planned: Plan, path: Path) -> None:
     """Draw memory against traffic, a point a strategy; the best is marked."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    priced, best, budget = found.priced, found.best, found.budget
-    traffic = [fmean(one.received) / 1e6 for one in priced]
-    memory = [one.needs / 1e9 for one in priced]
+    priced, best, budget = planned.priced, planned.best, planned.budget
+    traffic = [fmean(point.received) / 1e6 for point in priced]
+    memory = [point.needs / 1e9 for point in priced]
     axes.plot(traffic, memory, "o-", color="#9e9e9e", zorder=1)
     named: list[float] = []
-    for one, x, y in zip(priced, traffic, memory, strict=True):
+    for point, x, y in zip(priced, traffic, memory, strict=True):
         apart = all(abs(y - other) > _NEAR * max(memory) for other in named)
-        if apart or one is best:  # other names would lie upon each other
-            name = one.candidate.title.partition(" =")[0]
+        if apart or point is best:  # other names would lie upon each other
+            name = point.candidate.title.partition(" =")[0]
             axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
             named.append(y)
-        if one is best:
+        if point is best:
             axes.plot([x], [y], "o", color="#3f51b5", markersize=10, label="best", zorder=2)
     if budget is not None and budget / 1e9 < 1.5 * max(memory):
         axes.axhline(budget / 1e9, color="#c62828", linestyle="--", label="budget")
     axes.set(xlabel="MB that a rank receives a step", ylabel="GB on the fullest rank")
-    axes.set(title=f"{found.optimizer} on {found.world} ranks", ylim=(0, None))
+    axes.set(title=f"{planned.optimizer} on {planned.world} ranks", ylim=(0, None))
     axes.margins(x=0.15, y=0.15)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -49,21 +49,23 @@ def draw_plan(found: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_timeline(found: Simulation, path: Path) -> None:
+def draw_timeline(simulated: Simulation, path: Path) -> None:
     """Draw what the first ranks do, from a refresh to the next but one."""
     from matplotlib.figure import Figure
 
-    lines = min(_LINES, found.grid.world)
+    lines = min(_LINES, simulated.grid.world)
     figure = Figure(figsize=(10, 1.5 + 0.22 * lines), layout="constrained")
     axes = figure.subplots()
     for stage, color in zip((*STAGES, WAIT), _COLORS, strict=True):
-        own = [x for x in found.events if x.stage == stage and x.rank < lines and x.step < 2]
-        if not own:
+        events = [x for x in simulated.events if x.stage == stage and x.rank < lines and x.step < 2]
+        if not events:
             continue
-        starts, lengths = [1e3 * x.start for x in own], [1e3 * x.seconds for x in own]
-        ranks = [one.rank for one in own]
+        starts, lengths = [1e3 * x.start for x in events], [1e3 * x.seconds for x in events]
+        ranks = [x.rank for x in events]
         axes.barh(ranks, lengths, 0.8, starts, color=color, label=stage)
-    axes.set(xlabel="ms", ylabel="rank", title=f"The first two steps of {found.grid.world} ranks")
+    axes.set(
+        xlabel="ms", ylabel="rank", title=f"The first two steps of {simulated.grid.world} ranks"
+    )
     axes.invert_yaxis()
     axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.16), fontsize=8)
     figure.savefig(path, dpi=110)

@@ -86,23 +86,23 @@ class Plan(Choice):
     @property
     def breakdown(self) -> dict[str, dict[str, float]]:
         """Bytes on the fullest rank, bytes that arrive in a step, and seconds, of the best."""
-        one, case = self.best or self.nearest, self.case
-        account = case.account(one.candidate.strategy, self.world)
-        totals = list(map(sum, zip(one.kfac, one.momenta, strict=True)))
+        chosen, case = self.best or self.nearest, self.case
+        account = case.account(chosen.candidate.strategy, self.world)
+        totals = list(map(sum, zip(chosen.kfac, chosen.momenta, strict=True)))
         fullest = totals.index(max(totals))
         kinds = {f"K-FAC: {k}": size for k, size in account.memory()[fullest].items() if size}
         kinds.pop("K-FAC: total", None)
         memory: dict[str, float] = {"weights": case.weights, "gradients": case.gradients}
         memory |= {"base": case.base}
-        memory |= {"momenta": one.momenta[fullest], **kinds, "K-FAC: waiting sums": one.sums}
-        received = {"mean rank": fmean(one.received), "busiest rank": max(one.received)}
-        return {"memory": memory, "received": received, "seconds": dict(one.times.mean)}
+        memory |= {"momenta": chosen.momenta[fullest], **kinds, "K-FAC: waiting sums": chosen.sums}
+        received = {"mean rank": fmean(chosen.received), "busiest rank": max(chosen.received)}
+        return {"memory": memory, "received": received, "seconds": dict(chosen.times.mean)}
 
     @property
     def assumptions(self) -> list[str]:
         """The facts that the numbers leave out or take for granted."""
         case, profile = self.case, self.hardware
-        found = [
+        texts = [
             "memory and traffic follow from shapes and are exact; activations, workspaces and the "
             "allocator's rounding are not in them",
             f"times are {self.basis} by the profile {profile.name!r}: {profile.title}",
@@ -111,20 +111,20 @@ class Plan(Choice):
             "ranks hold copies of the model and average gradients, while the backward pass runs",
         ]
         if not case.passes.operations:
-            found.append("no batch was given: passes and statistics take no time here")
-        return found
+            texts.append("no batch was given: passes and statistics take no time here")
+        return texts
 
     def cells(self) -> list[list[str]]:
         """Return the table's head and rows."""
         head = ["strategy", "K-FAC", "mean", "momenta", "in all", "MB/step", "quiet ms"]
         rows = [[*head, "gather", "refresh", "mean ms", "fits"]]
         best = self.best
-        for one in self.priced:
-            fits = "best" if one is best else "yes" if one in self.fitting else "no"
-            sizes = max(one.kfac), fmean(one.kfac), max(one.momenta), one.needs
-            times = [milliseconds(sum(x.values())) for x in one.times]
-            received = digits(fmean(one.received) / 1e6)
-            rows.append([one.candidate.title, *map(shown, sizes), received, *times, fits])
+        for entry in self.priced:
+            fits = "best" if entry is best else "yes" if entry in self.fitting else "no"
+            sizes = max(entry.kfac), fmean(entry.kfac), max(entry.momenta), entry.needs
+            times = [milliseconds(sum(x.values())) for x in entry.times]
+            received = digits(fmean(entry.received) / 1e6)
+            rows.append([entry.candidate.title, *map(shown, sizes), received, *times, fits])
         return rows
 
     @property
@@ -165,15 +165,15 @@ class Plan(Choice):
         )
 
 
-def _plain(one: Priced) -> dict[str, Any]:
-    seconds: dict[str, dict[str, float]] = one.times._asdict()
+def _plain(entry: Priced) -> dict[str, Any]:
+    seconds: dict[str, dict[str, float]] = entry.times._asdict()
     return {
-        "strategy": one.candidate.title,
-        "workers": one.grid.workers,
-        "kfac": {"fullest": max(one.kfac), "mean": fmean(one.kfac)},
-        "momenta": {"fullest": max(one.momenta), "mean": fmean(one.momenta)},
-        "sums": one.sums,
-        "needs": one.needs,
-        "received": {"mean": fmean(one.received), "busiest": max(one.received)},
+        "strategy": entry.candidate.title,
+        "workers": entry.grid.workers,
+        "kfac": {"fullest": max(entry.kfac), "mean": fmean(entry.kfac)},
+        "momenta": {"fullest": max(entry.momenta), "mean": fmean(entry.momenta)},
+        "sums": entry.sums,
+        "needs": entry.needs,
+        "received": {"mean": fmean(entry.received), "busiest": max(entry.received)},
         "seconds": {name: sum(stages.values()) for name, stages in seconds.items()},
     }

@@ -97,8 +97,8 @@ def profile(
     count = steps or max(kfac.inv_update_steps, kfac.factor_update_steps)
     later, whole = train(count)
     rows = [Row(x, first[x], later[x] / count) for x in STAGES if x in first or x in later]
-    rest = first_whole - first.total(), (whole - later.total()) / count
-    rows.append(Row(REST, *rest))
+    remainder = first_whole - first.total(), (whole - later.total()) / count
+    rows.append(Row(REST, *remainder))
     return Profile(type(made).__name__, str(torch.device(device)), count, tuple(rows))
 
 
@@ -126,18 +126,18 @@ def _step(passes: Callable[[], Tensor], optimizer: Optimizer) -> None:
 
 def own_times(events: Iterable[Any], *, on_gpu: bool) -> Counter[str]:
     """Return the milliseconds of each stage, without the stages within it."""
-    found: Counter[str] = Counter()
+    times: Counter[str] = Counter()
     for event in events:
         if not event.name.startswith(PREFIX) or event.device_type != _HOST:
             continue  # a GPU's own record of a label is a second one
         took = 1e-3 * (event.device_time_total if on_gpu else event.cpu_time_total)
-        found[event.name.removeprefix(PREFIX)] += took
+        times[event.name.removeprefix(PREFIX)] += took
         around = event.cpu_parent
         while around is not None and not around.name.startswith(PREFIX):
             around = around.cpu_parent
         if around is not None:
-            found[around.name.removeprefix(PREFIX)] -= took
-    return found
+            times[around.name.removeprefix(PREFIX)] -= took
+    return times
 
 
 def _filled(model: nn.Module, device: torch.device | str) -> nn.Module:

@@ -73,15 +73,15 @@ class Simulation:
         """Return a trace that chrome://tracing and Perfetto show, a line a rank."""
         events: list[dict[str, Any]] = [
             {
-                "name": one.stage,
-                "cat": f"step {one.step}",
+                "name": event.stage,
+                "cat": f"step {event.step}",
                 "ph": "X",
                 "pid": 0,
-                "tid": one.rank,
-                "ts": _MICRO * one.start,
-                "dur": _MICRO * one.seconds,
+                "tid": event.rank,
+                "ts": _MICRO * event.start,
+                "dur": _MICRO * event.seconds,
             }
-            for one in self.events
+            for event in self.events
         ]
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
@@ -144,17 +144,17 @@ def _steps(
             for rank, seconds in clock.decompose(due[step]).items():
                 decomposed[rank] = seconds
 
-        def alike(seconds: float) -> list[float]:
+        def on_all(seconds: float) -> list[float]:
             return [seconds] * grid.world
 
         yield [
-            Stage("passes", alike(quiet["passes"])),
-            Stage("statistics", alike(added["statistics"])),
-            Stage("average gradients", alike(quiet["average gradients"]), everyone),
-            Stage("reduce", alike(added["reduce"]), everyone if added["reduce"] else None),
+            Stage("passes", on_all(quiet["passes"])),
+            Stage("statistics", on_all(added["statistics"])),
+            Stage("average gradients", on_all(quiet["average gradients"]), everyone),
+            Stage("reduce", on_all(added["reduce"]), everyone if added["reduce"] else None),
             Stage("decompose", decomposed),
-            Stage("share", alike(added["share"]), columns if added["share"] else None),
+            Stage("share", on_all(added["share"]), columns if added["share"] else None),
             Stage("precondition", preconditioned),
-            Stage("hand out", alike(quiet["hand out"]), rows if grid.columns > 1 else None),
-            Stage("base step", alike(quiet["base step"])),
+            Stage("hand out", on_all(quiet["hand out"]), rows if grid.columns > 1 else None),
+            Stage("base step", on_all(quiet["base step"])),
         ]
