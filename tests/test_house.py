@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -53,6 +55,17 @@ AMBIGUOUS = {
     **{"stats": "sums", "statistics": "sums", "covariance": "average", "second_order": "state"},
     **{"context": "values", "manager": "registry", "cfg": "options", "process": "rank"},
 }
+# Pronouns, which name nothing: no variable and no function is called so.
+PRONOUNS = {
+    *("found", "own", "some", "here", "both", "kept", "mine", "given", "rest", "one", "others"),
+    *("more", "they", "theirs", "apart", "alike"),
+}
+BLANK = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
+COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+LEAST_COMMENTS = 0.15  # lines with a comment, for each line of code
 MOST_USERS = 4  # a class that as many other modules import stands in the glossary
 
 
@@ -130,6 +143,39 @@ def test_no_retired_word(path):
     named |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     named |= {name.rsplit(".", 1)[-1] for name, _ in definitions(path)}
     assert not named & (RETIRED | AMBIGUOUS.keys())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT / "kaisa_optim")))
+def test_names_are_nouns_and_no_loop_hides_in_a_loop(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = getattr(node, "arg", None) or getattr(node, "name", None)
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            name = getattr(node, "id", None) or getattr(node, "attr", None)
+        if not isinstance(node, ast.keyword):
+            assert str(name).strip("_") not in PRONOUNS, f"line {node.lineno}: {name}"
+        if isinstance(node, COMPREHENSIONS):
+            inner = [x for x in ast.walk(node) if isinstance(x, COMPREHENSIONS) and x is not node]
+            assert not inner, f"line {node.lineno}: a comprehension in a comprehension"
+
+
+def test_code_has_comments():
+    comments = code = 0
+    for path in [path for path in FILES if "tools" not in path.parts]:
+        text = path.read_text()
+        tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
+        comments += len({x.start[0] for x in tokens if x.type == tokenize.COMMENT})
+        tokens = [x for x in tokens if x.type not in BLANK]
+        numbers = {n for x in tokens for n in range(x.start[0], x.end[0] + 1)}
+        code += len(numbers) - documentation(ast.parse(text))
+    assert comments >= LEAST_COMMENTS * code, f"{comments / code:.3f}"
+
+
+def documentation(tree: ast.Module) -> int:
+    """Return how many lines docstrings take."""
+    owners = ast.Module | ast.ClassDef | ast.FunctionDef
+    first = [x.body[0] for x in ast.walk(tree) if isinstance(x, owners) and x.body]
+    texts = [x for x in first if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+    return sum(x.end_lineno - x.lineno + 1 for x in texts)  # type: ignore[operator]
 
 
 def glossary() -> dict[str, str]:

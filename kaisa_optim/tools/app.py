@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -93,7 +94,8 @@ def table(planned: Plan, width: int) -> Table:
     """Return a plan's table with the best row marked; narrow ones leave out some columns."""
     cells = planned.cells()
     if width < _WIDE:
-        cells = [[x for i, x in enumerate(row) if cells[0][i] not in _DETAILS] for row in cells]
+        columns = [i for i, title in enumerate(cells[0]) if title not in _DETAILS]
+        cells = [itemgetter(*columns)(row) for row in cells]
     head, *rows = cells
     look: dict[str, Any] = {"box": box.SIMPLE_HEAD, "padding": 0, "pad_edge": False}
     shown = Table(*head, title=planned.head, title_justify="left", title_style="", **look)

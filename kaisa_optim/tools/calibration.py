@@ -217,22 +217,22 @@ def links(ranks: int) -> dict[str, float]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
+    receiver, sender = spawning.Pipe()
     started = [
-        spawning.Process(target=_exchange, args=(rank, ranks, port, theirs), daemon=True)
+        spawning.Process(target=_exchange, args=(rank, ranks, port, sender), daemon=True)
         for rank in range(ranks)
     ]
-    for process in started:
-        process.start()
-    theirs.close()
+    for child in started:
+        child.start()
+    sender.close()
     try:
-        small, large = ours.recv() if ours.poll(_START) else (0.0, 0.0)
+        small, large = receiver.recv() if receiver.poll(_START) else (0.0, 0.0)
     except EOFError:
         small = large = 0.0
     finally:
-        for process in started:
-            process.join(10)
-            process.kill()
+        for child in started:
+            child.join(10)
+            child.kill()
     if not 0 < small < large:
         why = f"{ranks} ranks did not exchange anything over gloo; try fewer"
         raise invalid_because("ranks", why)
@@ -273,8 +273,8 @@ def compare(known: Hardware, measured: Mapping[str, Any]) -> Iterator[Row]:
     new = hardware.parse("measured", measured)
     for kind, times in new.times.items():
         for side in times.sides if kind in known.times else ():
-            theirs, ours = known.times[kind].seconds(side), times.seconds(side)
-            yield _row(kind, f"{side:.0f} columns", theirs, ours)
+            sender, end = known.times[kind].seconds(side), times.seconds(side)
+            yield _row(kind, f"{side:.0f} columns", sender, end)
     for title, size in (("a small exchange", _SMALL), ("a large exchange", _LARGE)):
         transfers = (x.transfer(size, 2, 2) for x in (known, new))
         yield _row(title, f"{size / 1e6:.3g} MB", *transfers)

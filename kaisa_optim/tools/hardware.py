@@ -37,12 +37,12 @@ class Times(NamedTuple):
     def of(cls, rows: Sequence[Sequence[float]]) -> Times:
         """Read rows of a side, and milliseconds of the first and of each further matrix."""
         sides, first, further = zip(*sorted(map(tuple, rows)), strict=True)
-        return cls(sides, *(tuple(ms / 1e3 for ms in x) for x in (first, further)))
+        return cls(sides, tuple(ms / 1e3 for ms in first), tuple(ms / 1e3 for ms in further))
 
     def slower(self, by: float) -> Times:
         """Return times on a device whose arithmetic is slower; a call's fixed time stays."""
         pairs = zip(self.first, self.further, strict=True)
-        first = tuple(max(0.0, alone - more) + by * more for alone, more in pairs)
+        first = tuple(max(0.0, call - ms) + by * ms for call, ms in pairs)
         return Times(self.sides, first, tuple(by * x for x in self.further))
 
     def seconds(self, side: float, count: int = 1) -> float:

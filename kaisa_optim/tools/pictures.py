@@ -30,8 +30,8 @@ def draw_plan(planned: Plan, path: Path) -> None:
     axes.plot(traffic, memory, "o-", color="#9e9e9e", zorder=1)
     named: list[float] = []
     for point, x, y in zip(priced, traffic, memory, strict=True):
-        apart = all(abs(y - other) > _NEAR * max(memory) for other in named)
-        if apart or point is best:  # other names would lie upon each other
+        is_free = all(abs(y - other) > _NEAR * max(memory) for other in named)
+        if is_free or point is best:  # other names would lie upon each other
             name = point.candidate.title.partition(" =")[0]
             axes.annotate(name, (x, y), (6, 4), textcoords="offset points", fontsize=8)
             named.append(y)

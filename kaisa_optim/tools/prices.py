@@ -131,10 +131,10 @@ class Clock:
             for f in layer.factors if layer.name in chosen else ():
                 if not f.diagonal:
                     counts[f.owner][f.n] += layer.task.blocks
-        return {
-            rank: sum(times.seconds(n, k) for n, k in of_side.items())
-            for rank, of_side in counts.items()
-        }
+        seconds = {}
+        for rank, of_side in counts.items():
+            seconds[rank] = sum(times.seconds(n, k) for n, k in of_side.items())
+        return seconds
 
     def by_column(self) -> dict[int, float]:
         """Return the seconds in which the ranks of each column precondition their layers."""

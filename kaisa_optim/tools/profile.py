@@ -46,7 +46,7 @@ class Profile:
 
     def cells(self) -> list[tuple[str, ...]]:
         """Return the table's cells: a row a stage, and the whole step."""
-        first, mean = (sum(getattr(row, name) for row in self.rows) for name in ("first", "mean"))
+        first, mean = sum(x.first for x in self.rows), sum(x.mean for x in self.rows)
         whole = (*self.rows, Row("whole step", first, mean))
         head: tuple[str, ...] = ("stage", "first ms", "mean ms", "share")
         return [head] + [
