@@ -84,8 +84,8 @@ class FactorSums:
             sums.crossed = sums.crossed or LayerSums(covers, [0.0] * primary.sections)
             sums = sums.crossed
         if self.units:
-            unit = torch.ones(()) if moments.unit is None else moments.unit
-            unit = unit.to(device, torch.float32)
+            unit = moments.unit  # or made on the device: the host would wait for a copy
+            unit = g.new_ones((), dtype=torch.float32) if unit is None else unit.to(device)
             if sums.g is not None:
                 # In the smaller unit, the squares of the larger gradients might be infinite.
                 common = torch.maximum(sums.unit, unit)

@@ -49,8 +49,7 @@ class BaseNumbers(NamedTuple):
 class Share:
     """Groups on one device that are stepped together; numbers of all blocks are one tensor.
 
-    ``index`` has the places of parameters in the plan, ``number_of`` the numbers of their groups in
-    the optimizer.
+    Parameters have an ``index`` in the plan, and the number of their group in the optimizer.
     """
 
     def __init__(
@@ -71,14 +70,17 @@ class Share:
         self.roots = per_block(self.layers, [math.prod(x) ** 0.5 for x in shapes], self.like)
         # Steps up to this root mean square have no limit: those of vectors are all free.
         self.free = per_block(self.layers, [math.inf if 1 in x else 0.0 for x in shapes], self.like)
-        blocks = torch.arange(sum(self.counts), device="cpu").split(self.counts)
+        blocks, start = list[range](), 0
+        for count in self.counts:
+            blocks.append(range(start, start + count))
+            start += count
         # The layers with parameters in the plan, and their blocks, in the order of the layers'
         # numbers: bits of a sum depend on the order, which must be the same on all ranks.
         pairs = enumerate(zip(*self.places, strict=True))
         self.ordered = [i for i, pair in pairs if max(pair) >= 0]
         self.ordered.sort(key=lambda i: self.layers[i].number)
-        none = torch.empty(0, dtype=torch.long, device="cpu")
-        self.order = sent(torch.cat([none, *(blocks[i] for i in self.ordered)]), self.like.device)
+        order = [block for i in self.ordered for block in blocks[i]]
+        self.order = sent(torch.tensor(order, dtype=torch.long, device="cpu"), self.like.device)
         self.measured: Any = None  # sums over each block, of what the base measures
         self.squares: Any = None  # of squares of the weights
         # Of each block's momentum M: the divisors, and ‖M‖ and ⟨D, M⟩ over these.
@@ -88,21 +90,20 @@ class Share:
         # Layers of one block and of whole parameters, whose norms need no copy: their parameters'
         # places in the plan, their blocks, and whether each group's blocks are of such layers.
         plain, plain_blocks, flags = list[int](), list[int](), list[bool]()
-        for layer, block in zip(self.layers, blocks, strict=True):
+        for layer, of_layer in zip(self.layers, blocks, strict=True):
             like = blueprints(layer)
             parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
             is_whole = layer.blocks == 1 and parts == [(x.shape, x.stride()) for x in like]
             flags += [is_whole] * layer.blocks
-            for p in layer.parameters:
-                if is_whole and p in index:
-                    plain.append(index[p])
-                    plain_blocks.append(int(block[0]))
-        order = torch.tensor(plain_blocks, dtype=torch.long, device="cpu")
+            placed = [index[p] for p in layer.parameters if is_whole and p in index]
+            plain += placed
+            plain_blocks += [of_layer.start] * len(placed)
+        rows = torch.tensor(plain_blocks, dtype=torch.long, device="cpu")
         whole: list[bool | Tensor] = []
         for of_group in torch.tensor(flags, device="cpu").split(self.sizes):
             is_mixed = of_group.any() and not of_group.all()
             whole.append(sent(of_group, self.like.device) if is_mixed else bool(of_group[0]))
-        self._plain = plain, sent(order, self.like.device), whole
+        self._plain = plain, sent(rows, self.like.device), whole
 
     def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
         """Return sums over each block of the plan's tensors, or squares, in stacks of this name."""
