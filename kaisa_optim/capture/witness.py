@@ -129,8 +129,10 @@ class Witness:
         number, known = calls[layer], self._known.setdefault(layer, set())
         kind = type(call.layer), number
         self._gathered[layer] += number == 1
-        # In the passes 1, 2, 4, 8 and so on: a power of two is written with a single 1.
+        # In the passes 1, 2, 4, 8 and so on: a power of two is written with a single 1. On other
+        # devices than these the host would wait for the result.
         rarely = number == 1 and self._gathered[layer].bit_count() == 1
+        rarely = rarely and weight.device.type in ("cpu", "cuda")
         if call.task < COMPARE and (rarely or kind not in known):
             self.later.add(layer)  # not now: earlier calls of this pass were not kept whole
         known.add(kind)
