@@ -225,16 +225,6 @@ def test_known_settings_are_not_searched_for_again(tmp_path):
         contest.kept(path, ["base", "stranger"])
 
 
-def test_who_takes_part_and_why_not():
-    gone = dataclasses.replace(CONTESTANTS["SOAP"], needs="a_package_that_nobody_has")
-    with mock.patch.dict(CONTESTANTS, {"SOAP": gone}):
-        present, lines = contest.picked(["SGD", "SOAP"])
-        with pytest.raises(SystemExit, match="nobody is left to train: SOAP: absent"):
-            contest.picked(["SOAP"])
-    assert [one.name for one in present] == ["SGD"]
-    assert lines == ["SOAP: absent, as a_package_that_nobody_has is not installed"]
-
-
 def test_a_run_that_diverges_ends(tmp_path):
     run = search.train(line(), DATA, plain(5.0), {"lr": 5.0}, 0, 40)
     assert run.loss == math.inf and run.curve[-1][0] < 40
