@@ -428,13 +428,6 @@ def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, 
     assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
 
 
-def test_runs_of_other_lengths_do_not_join(runs, tmp_path):
-    rates.main([*ASKED, "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="has runs of 1000 steps, not of 2000"):
-        rates.main([*ASKED, "--part", "1", "--out", str(tmp_path)])
-    assert len(runs) == 8
-
-
 def test_settings_of_the_best_rate(runs, tmp_path):
     rates.main([*ASKED, "--out", str(tmp_path)])
     task = TASKS["digits-256"]

@@ -185,14 +185,6 @@ def test_a_profile_needs_an_input():
     assert "return a model and one rank's input" in told.output
 
 
-def test_profiles_say_their_sources():
-    told = kaisa("profiles")
-    found = [json.loads(line) for line in told.stdout.splitlines()]
-    names = [path.stem for path in sorted(hardware.PROFILES.glob("*.toml"))]
-    assert [one["name"] for one in found] == names
-    assert all(one["sources"] for one in found)
-
-
 def test_a_profile_is_written_and_checked(tmp_path, monkeypatch):
     asked = []
 
