@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from benchmarks.muon import Muon, hidden_and_rest, muons_groups
+from benchmarks.muon import Muon, hidden_and_rest
 from kaisa_optim import KFACLAMB, KFACSGD, LAMB, KFACAdam
+from kaisa_optim.linalg.products import multiplies_in_half
+
+FEW = 1 << 18  # numbers of all matrices, up to which ours is the faster Muon on CPUs
 
 Config = dict[str, Any]
 Space = dict[str, Callable[[float], Any]]  # of a place in a range, 0 to 1, what is there
@@ -29,7 +32,7 @@ class Contestant:
     name: str
     build: Callable[[nn.Module, Config, dict[str, Any]], list[Optimizer]]
     space: Space
-    needs: str | None = None  # a package that may be absent
+    needs: str | None = None  # what may be absent: a package, or "torch.optim.…"
     tuned: str | None = None  # the one that this is with no other settings than learning rates
     adams: bool = True  # whether steps are no longer for larger gradients, as Adam's are not
 
@@ -53,6 +56,8 @@ class Contestant:
     def absent(self) -> bool:
         if self.needs is None:
             return False
+        if self.needs.startswith("torch.optim."):
+            return not hasattr(torch.optim, self.needs.removeprefix("torch.optim."))
         try:
             __import__(self.needs)
         except ImportError:
@@ -118,8 +123,38 @@ def _betas(config: Config) -> tuple[float, float]:
 
 def _muon(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
     """For matrices and kernels inside of the network; AdamW for the rest, as its users do."""
+    hidden, rest = hidden_and_rest(model)
     settings = {"lr": config["lr"], "momentum": config["momentum"], "weight_decay": 0.0}
-    return [Muon(muons_groups(model, config["lr_rest"]), **settings)]
+    optimizers = [_as_matrices(_fastest_muon(hidden), hidden, **settings)]
+    if rest:
+        optimizers.append(torch.optim.AdamW(rest, lr=config["lr_rest"], weight_decay=0.0))
+    return optimizers
+
+
+def _fastest_muon(matrices: list[Tensor]) -> type[Optimizer]:
+    """Return torch's Muon, or the same steps in float32 where torch's is slower: for few numbers,
+    and on CPUs without bfloat16 units, where torch's takes some twenty times as long."""
+    device = matrices[0].device
+    few = sum(p.numel() for p in matrices) < FEW
+    if device.type == "cpu" and (few or not multiplies_in_half(torch.float32, device)):
+        return Muon
+    return torch.optim.Muon
+
+
+def _as_matrices(kind: type[Optimizer], weights: list[Tensor], **options: Any) -> Optimizer:
+    """Of that kind, for matrices and for kernels, whose first side counts their rows."""
+    if all(w.dim() == 2 for w in weights):
+        return kind(weights, **options)
+    matrices = [nn.Parameter(w.detach().view(len(w), -1)) for w in weights]
+    optimizer = kind(matrices, **options)
+
+    def lend(*_: Any) -> None:
+        for matrix, weight in zip(matrices, weights, strict=True):
+            if weight.grad is not None:
+                matrix.grad, weight.grad = weight.grad.flatten(1), None
+
+    optimizer.register_step_pre_hook(lend)
+    return optimizer
 
 
 def _soap(model: nn.Module, config: Config, kfac: dict[str, Any]) -> list[Optimizer]:
@@ -208,7 +243,7 @@ CONTESTANTS = {
         ),
         Contestant("AdamW", _adamw, _ADAM),
         Contestant("LAMB", _lamb, {**_ADAM, **_FAR}),
-        Contestant("Muon", _muon, _MUON),
+        Contestant("Muon", _muon, _MUON, "torch.optim.Muon"),
         Contestant("SOAP", _soap, {**_ADAM, **_FAR, **_OFTEN}, "pytorch_optimizer"),
         Contestant("Shampoo", _shampoo, {**_ADAM, **_OFTEN}, "pytorch_optimizer"),
         Contestant(

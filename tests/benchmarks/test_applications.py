@@ -184,15 +184,6 @@ def test_the_command_line_comes_before_the_preset_and_that_before_defaults(capsy
     assert "--damping does not go with --optimizer SGD" in capsys.readouterr().err
 
 
-def test_options_keep_their_names_and_types():
-    given = ("--inv_dtype", "bfloat16", "--kl_clip", "None", "--skip_layers", "['^a', 'Norm']")
-    more = ("--assignment", "layer-wise", "--staggered", "False", "--betas", "(0.8, 0.9)")
-    settings = parsed("--optimizer", "KFACAdam", *given, *more).settings
-    assert settings["inv_dtype"] is torch.bfloat16 and settings["kl_clip"] is None
-    assert settings["skip_layers"] == ["^a", "Norm"] and settings["assignment"] == "layer-wise"
-    assert settings["staggered"] is False and settings["betas"] == (0.8, 0.9)
-
-
 # ---- parts ----
 
 

@@ -146,14 +146,6 @@ def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_some_may_be_measured_alone(asked):
-    benchmark.main([*SHORTLY, "--only", "KFACSGD, inverse", "kfac-pytorch"])
-    alone = ["SGD", "KFACSGD, inverse"]
-    assert all(names in (alone, [*alone, "kfac-pytorch"]) for names in asked) and asked
-    with pytest.raises(SystemExit):
-        benchmark.main([*SHORTLY, "--only", "KFACSDG"])
-
-
 # ---- the trial ----
 
 

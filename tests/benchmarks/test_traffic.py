@@ -63,12 +63,6 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
     assert by_ranks.longest <= 1.1 * one_by_one.longest
 
 
-def test_the_plot_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    traffic.main(["--plot", str(tmp_path / "fraction.png")])
-    assert (tmp_path / "fraction.png").stat().st_size > 0
-
-
 # ---- the papers' figures ----
 
 

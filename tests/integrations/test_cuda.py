@@ -138,16 +138,13 @@ def trained_on_ranks(
     return {name: p.detach().cpu() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_two_ranks_that_share_a_card_take_the_cpus_steps(fraction: float) -> None:
-    """By gloo: NCCL refuses two ranks of one card."""
-    wanted = ranks.run(2, trained_on_ranks, "gloo", "cpu", fraction)
-    found = ranks.run(2, trained_on_ranks, "cpu:gloo,cuda:gloo", "cuda", fraction, timeout=120)
-    for rank in range(2):
-        torch.testing.assert_close(found[rank], wanted[rank], rtol=1e-6, atol=1e-8)
-
-
-def test_one_rank_of_nccl_takes_the_cpus_steps() -> None:
-    wanted = ranks.run(1, trained_on_ranks, "gloo", "cpu", 1.0)
-    found = ranks.run(1, trained_on_ranks, "cpu:gloo,cuda:nccl", "cuda", 1.0, timeout=120)
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-6, atol=1e-8)
+@pytest.mark.parametrize(
+    ("world", "backend", "fraction"), [(2, "gloo", 0.0), (2, "gloo", 1.0), (1, "nccl", 1.0)]
+)
+def test_ranks_of_one_card_take_the_cpus_steps(world: int, backend: str, fraction: float) -> None:
+    """Two by gloo: NCCL refuses two ranks of one card."""
+    wanted = ranks.run(world, trained_on_ranks, "gloo", "cpu", fraction)
+    how = f"cpu:gloo,cuda:{backend}", "cuda", fraction
+    found = ranks.run(world, trained_on_ranks, *how, timeout=120)
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-8)

@@ -32,17 +32,13 @@ METHODS = {
 # ---------------------------------------------------------------- comparing and driving
 
 
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def take_step(opt: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
     """One ``opt.step()``; what it subtracted from each parameter."""
-    before = parameters_of(module)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
     opt.step()
     return {name: before[name] - p.detach() for name, p in module.named_parameters()}
 

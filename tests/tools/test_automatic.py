@@ -58,15 +58,6 @@ def test_all_ranks_take_the_fastest_that_fits(world):
             assert weights == found[0][3]
 
 
-def parted() -> list[bool]:
-    kfac = build(network("tokens"), "1GB", colocate_factors=False).preconditioner
-    return [owners.a != owners.g for owners in kfac.assignment.values()]
-
-
-def test_factors_may_part():
-    assert all(map(any, run(2, parted)))
-
-
 def refused(budget: int) -> None:
     build(network("tokens", dtype=torch.float32), budget)
 

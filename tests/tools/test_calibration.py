@@ -49,21 +49,6 @@ def test_ranks_that_end_early_are_told(monkeypatch):
         calibration.links(1)
 
 
-def test_a_profile_beside_a_measurement(short):
-    measured = calibration.measure("cpu", 1)
-    known = hardware.load("cpu")
-    # One rank measures no link.
-    alone = hardware.parse("alone", measured)
-    assert (alone.inside, alone.between) == (known.inside, known.between)
-    assert alone.ranks_per_node == known.ranks_per_node and "profile 'cpu'" in alone.sources[1]
-    rows = list(calibration.compare(known, measured))
-    titles = [row[0] for row in rows]
-    assert titles.count("products") == 2
-    assert titles[-4:] == ["passes", "memory", "host", "host"]
-    assert titles[-6:-4] == ["a small exchange", "a large exchange"]
-    assert all(row[4].endswith(" %") for row in rows)
-
-
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
 def test_a_device_that_is_not_there_is_refused(device):
     if device == "cuda" and torch.cuda.is_available():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import struct
 
 import pytest
@@ -21,12 +20,11 @@ from kaisa_optim.plan.assignment import (
     make_grid,
 )
 from kaisa_optim.plan.facts import LayerFacts, Sizes, TensorSpec, Work
-from kaisa_optim.plan.schedule import Schedule
 from kaisa_optim.tools import hardware, plan
-from kaisa_optim.tools.choice import Case, Choice, Momentum, candidates, price
+from kaisa_optim.tools.choice import Case, Momentum, candidates, price
 from kaisa_optim.tools.hardware import OPERATIONS, PROFILES, Times
 from kaisa_optim.tools.pictures import draw_plan, draw_timeline
-from kaisa_optim.tools.prices import STAGES, Clock, Passes
+from kaisa_optim.tools.prices import Clock, Passes
 from kaisa_optim.tools.simulation import Stage, columns, everyone, rows, run, simulate
 from tests.support.cluster import network
 
@@ -135,10 +133,6 @@ def clock(strategy, world, tasks=TASKS, work=POLAR, passes=None):
     return Clock(account, HARDWARE, work, passes or Passes(), parameters)
 
 
-def times(made, gather=10, refresh=20):
-    return made.times(Schedule(made.account.layers, True), gather, refresh)
-
-
 def test_products_of_a_stack_by_hand():
     layer = LayerFacts(Task("x", 200, 300), Placement(0, 0))
     made = clock(LayerWise(), 1, [layer.task])
@@ -153,33 +147,6 @@ def test_products_of_a_stack_by_hand():
     assert inverse.precondition([layer]) == pytest.approx(product(a) + product(g) + moved)
     diagonal = layer._replace(task=layer.task._replace(diagonal_a=True))
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
-
-
-@pytest.mark.parametrize("world", [1, 4, 8])
-def test_strategies_differ_in_the_stages_that_they_should(world):
-    lw, half, opt = (times(clock(x, world)).mean for x in (LayerWise(), Hybrid(0.5), Opt()))
-    assert set(lw) == set(STAGES)
-    if world == 1:
-        assert lw == pytest.approx(opt)
-        assert lw["reduce"] == lw["hand out"] == lw["average gradients"] == 0
-        return
-    assert opt["hand out"] == 0 and lw["share"] == 0
-    assert 0 < half["share"] < opt["share"]
-    assert 0 < half["hand out"] < lw["hand out"]
-    assert lw["precondition"] < half["precondition"] < opt["precondition"]
-
-
-def test_ranks_of_one_row_are_on_one_node():
-    """Two neighbours hand gradients to each other by the faster link."""
-    made = clock(Hybrid(0.5), 4)
-    assert made.account.grid == Grid(4, 2)
-    arriving = 10**8
-    handed = made.always(arriving)["hand out"]
-    calls = 2 * 4  # 100 MB in buckets of 25 MiB, each passed on once
-    assert handed == pytest.approx(HARDWARE.transfer(arriving, 2, 2, calls))
-    shared = made.refreshing(["0"], arriving)["share"]
-    assert shared == pytest.approx(HARDWARE.transfer(arriving, 2, 1, calls))
-    assert shared > handed
 
 
 # ---- strategies and simulated ranks ----
@@ -199,10 +166,6 @@ CASE = Case(
 )
 
 
-def choice(budget: int | None = None) -> Choice:
-    return Choice(CASE, HARDWARE, 4, budget, [price(CASE, x, 4, HARDWARE) for x in candidates(4)])
-
-
 def test_candidates_are_all_divisors():
     assert [one.strategy for one in candidates(1)] == [LayerWise()]
     assert [one.strategy for one in candidates(7)] == [LayerWise(), Opt()]
@@ -217,18 +180,6 @@ def test_a_momentum_of_two_layers_is_kept_wherever_one_of_them_is():
     shared = Momentum(tuple(x.name for x in LAYERS), 1000)
     case = dataclasses.replace(CASE, momenta=[shared])
     assert price(case, candidates(4)[0], 4, HARDWARE).momenta == [1000] * 4
-
-
-def test_what_is_missing_is_said_where_nothing_fits():
-    least = choice().nearest
-    none = choice(budget=least.needs - 1000)
-    assert none.best is None and none.fitting == []
-    said = "no strategy fits into .*layer-wise, needs .*, 1 kB more"
-    with pytest.raises(ValueError, match=f"Invalid memory_budget: {said}.*; give at least") as told:
-        none.refuse_if_none_fits()
-    advised = re.search(r"give at least ([\d,]+) bytes", str(told.value))
-    assert advised is not None
-    assert choice(budget=int(advised[1].replace(",", ""))).best == least
 
 
 def test_ranks_wait_for_the_last_of_their_group():
