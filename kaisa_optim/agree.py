@@ -40,11 +40,8 @@ def compare(
     doing: str = "matching model and parameters",
     told: bool = False,
 ) -> None:
-    """Raise on all ranks if one of them has an error, or if ranks differ in ``values``.
-
-    ``doing`` is the action that the error came from. With ``told``, each rank has raised its own
-    error already, so that an error that all ranks have is not raised again.
-    """
+    """Raise on all ranks if one of them has an error, from ``doing``, or if ``values`` differ."""
+    # With ``told``, each rank has raised its own error already: one that all have would come twice.
     code = checksum(values)
     numbers = torch.tensor([error is not None, code, code**2], dtype=torch.float64, device="cpu")
     failed, total, squares = ranks.sum_numbers(numbers, f"comparing {what}").tolist()

@@ -130,9 +130,11 @@ class KFACMixin(Optimizer):
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
         joined = distributed.is_available() and distributed.is_initialized()
         if joined and kfac.ranks.group is None and distributed.get_world_size() > 1:
-            why = f"its {distributed.get_world_size()} ranks joined after the optimizer was built, "
-            why += "so the optimizer would exchange nothing; build the optimizer after "
-            raise RuntimeError(f"Invalid process group: {why}init_process_group()")
+            raise RuntimeError(
+                f"Invalid process group: its {distributed.get_world_size()} ranks joined after the "
+                "optimizer was built, so the optimizer would exchange nothing; build the optimizer "
+                "after init_process_group()"
+            )
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             why = "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
             why += "which layers are due; run the training step outside of graphs"
@@ -192,9 +194,11 @@ class KFACMixin(Optimizer):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuse ``torch.distributed.algorithms.Join``, which asks its members for a hook."""
-        why = "a rank without data would leave the other ranks waiting; give all ranks equally "
-        why += "many batches, by a DistributedSampler or drop_last=True"
-        raise RuntimeError(f"{type(self).__name__} does not work in Join: {why}")
+        raise RuntimeError(
+            f"{type(self).__name__} does not work in Join: a rank without data would leave the "
+            "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
+            "drop_last=True"
+        )
 
     @property
     def device(self) -> torch.device:

@@ -85,13 +85,13 @@ def _budget(name: str, value: Any) -> int | float | None:
 
 
 def _grad_scaler(name: str, value: Any) -> Any:
+    is_known = value is None or isinstance(value, Tensor) or hasattr(value, "get_scale")
     if callable(value):
         check_callable(name, value)
-    elif is_real(value):
-        if not value > 0:
-            raise invalid(name, value, "a scale must be above 0")
-    elif not (value is None or isinstance(value, Tensor) or hasattr(value, "get_scale")):
-        raise invalid(name, value, "it must be a torch.amp.GradScaler, a number or a callable")
+    # A scale of 0 or NaN would make G infinite: NaN fails every comparison.
+    elif not is_known and not (is_real(value) and value > 0):
+        must = "it must be a torch.amp.GradScaler, a number above 0 or a callable"
+        raise invalid(name, value, must)
     return value
 
 

@@ -73,12 +73,11 @@ class Schedule:
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
-        """Return the active layers that are refreshed in each slot: in the step that gathers, if
-        the interval is not shorter than the one to gather.
-        """
-        # Whole shapes are spread over the slots by the cost of their refreshes, the costliest
-        # first. Only where sums need more than two slots, a shape that costs more than a slot's
-        # share is cut: layers of one shape are gathered and decomposed together.
+        """Return the active layers that are refreshed in each slot."""
+        # A refresh is in the step that gathers, if its interval is not the shorter one. Whole
+        # shapes are spread by the cost of their refreshes, the costliest first: layers of one shape
+        # gather and refresh together. Only where sums need more than two slots, a shape that costs
+        # more than a slot's share is cut.
         if (gathering, interval) in self._slots:
             return self._slots[gathering, interval]
         count = min(self._count, gathering)
