@@ -1,9 +1,6 @@
 """The routes of bytes, and their prices: what every rank keeps, and what it receives in a step.
 
-Plain numbers from shapes: nothing here knows a tensor, or needs more than one process. The routes
-are those that the exchange takes. Every byte that arrives at a rank was sent by another, so the
-means over the ranks of received and of sent bytes are equal; a single rank may send more than it
-receives, or less.
+Plain numbers from shapes, without a tensor or a second process; the exchange takes these routes.
 """
 
 from __future__ import annotations
@@ -12,14 +9,12 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from .comm.ranks import Bucket, CopyItem, overlaps
 from .plan.assignment import Grid
-from .plan.facts import FactorFacts, LayerFacts, Sizes, all_reduced, cargo_bytes, chunks, grouped
+from .plan.facts import FactorFacts, LayerFacts, Sizes, T, all_reduced, cargo_bytes, chunks, grouped
 from .plan.schedule import HEAD, Schedule
-
-T = TypeVar("T")
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -58,11 +53,8 @@ def sum_buckets(
 def rounds(
     groups: Sequence[RankGroup], size_of: Callable[[Any], int], world: int, limit: int
 ) -> list[Round]:
-    """Return groups' copies in rounds.
-
-    Owners send side by side, and have ``limit`` bytes together at a time. The content of a copy is
-    a list of items.
-    """
+    """Return groups' copies in rounds; the content of a copy is a list of items."""
+    # Owners send side by side, and have ``limit`` bytes together at a time.
     lists: list[list[list[CopyItem]]] = []
     for _, by_owner in groups:
         total = sum(sum(map(size_of, items)) for items in by_owner.values())
@@ -76,11 +68,9 @@ def rounds(
     for number in range(max(map(len, lists), default=0)):
         # A group whose copies have all been sent takes part with an empty bucket, since a round is
         # one collective of all ranks.
-        pairs = zip(groups, lists, strict=True)
-        buckets = [
-            Bucket(copies[number] if number < len(copies) else [], members, world)
-            for (members, _), copies in pairs
-        ]
+        buckets = []
+        for (members, _), copies in zip(groups, lists, strict=True):
+            buckets += [Bucket(copies[number] if copies[number:] else [], members, world)]
         # If no member owns more than twice its group's mean, the owners' parts are the pieces:
         # every member has its piece from the start, and all ranks leave the first hop out.
         straight = all(max(b.sizes.values()) * len(b.sizes) <= 2 * b.size for b in buckets)
@@ -103,8 +93,8 @@ def state_rounds(
 
     by_column = grouped(factors, lambda factor: factor.owner % grid.columns)
     groups: list[RankGroup] = []
+    # A column without factors takes part, too: each of its ranks must join the collectives.
     for column in range(grid.columns):
-        # A column without factors takes part, too: each of its ranks must join the collectives.
         of_owner = grouped(by_column.get(column, []), lambda factor: factor.owner)
         groups.append((grid.workers_of(column), of_owner))
     return rounds(groups, size, grid.world, limit)
@@ -123,8 +113,7 @@ def gradient_rounds(
     Content are lists of layers of one shape, which one group steps together.
     """
 
-    def size(same: Sequence[T]) -> int:
-        """Return the bytes on the wire of new gradients of one shape, with terms."""
+    def size(same: Sequence[T]) -> int:  # in bytes on the wire, with terms
         facts = [facts_of(layer) for layer in same]
         itemsize, blocks = facts[0].itemsize, sum(x.task.blocks for x in facts)
         new = sum(x.gradient for x in facts) * (sizes.wire or itemsize)
@@ -132,9 +121,8 @@ def gradient_rounds(
 
     row = grid.receivers_of(rank)
     by_column = grouped(layers, lambda layer: facts_of(layer).placement.g % grid.columns)
-    share = limit
-    if sum(size([layer]) for layer in layers) > limit:
-        share //= len(by_column)
+    is_more = sum(size([layer]) for layer in layers) > limit
+    share = limit // len(by_column) if is_more else limit
     of_owner: dict[int, list[Sequence[T]]] = {}
     for column in sorted(by_column):
         shapes = grouped(by_column[column], lambda layer: facts_of(layer).shape).values()
@@ -149,12 +137,9 @@ def gradient_rounds(
 
 @dataclass(frozen=True)
 class Account:
-    """The bytes of K-FAC over a grid of ranks; answers are lists by rank.
+    """The bytes of K-FAC over a grid of ranks; answers are lists by rank."""
 
-    ``layers`` are in the model's order, which the buckets follow.
-    """
-
-    layers: Sequence[LayerFacts]
+    layers: Sequence[LayerFacts]  # in the model's order, which the buckets follow
     grid: Grid
     sizes: Sizes
     bucket_bytes: int = 25 * 2**20
@@ -165,13 +150,12 @@ class Account:
         return [layer for layer in self.layers if not layer.frozen]
 
     @functools.cached_property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> frozenset[str]:
         """Names of the layers that are trained."""
-        return tuple(layer.name for layer in self.active)
+        return frozenset(layer.name for layer in self.active)
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
-        chosen = set(names)
-        return [layer for layer in self.active if layer.name in chosen]
+        return [layer for layer in self.active if layer.name in names]
 
     def memory(self) -> list[Usage]:
         """Return the bytes that each rank keeps, by kind."""
@@ -277,22 +261,16 @@ class Account:
         # A rank's shards of a gradient go to the owner, and the new ones back, with numbers.
         for layer in [layer for layer in self.active if layer.shards]:
             owner, numbers = layer.placement.g, layer.task.blocks * layer.itemsize
-            for rank in range(self.grid.world):
-                if rank == owner:
-                    continue
-                back = [shards.count(rank) * itemsize for shards, itemsize in layer.shards]
-                sent = [
-                    shards.count(rank) * itemsize
-                    for shards, itemsize in layer.shards
-                    if shards.sends(rank, owner)
-                ]
+            for rank in [rank for rank in range(self.grid.world) if rank != owner]:
+                parts = [(shards, shards.count(rank) * size) for shards, size in layer.shards]
+                sent = [size for shards, size in parts if shards.sends(rank, owner)]
                 received[owner] += cargo_bytes([*sent, sizes.shard_sums * numbers * bool(sent)])
-                received[rank] += cargo_bytes([*back, sizes.terms * numbers])
+                received[rank] += cargo_bytes([*[x for _, x in parts], sizes.terms * numbers])
         return received
 
 
 def _copied(copies: Iterable[Round], world: int) -> list[int]:
-    """Return the bytes of copies: a member receives all that it does not own, in both hops."""
+    # A member receives all that it does not own, in both hops together.
     received = [0] * world
     for buckets in copies:
         for bucket in buckets:

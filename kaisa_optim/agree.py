@@ -40,11 +40,8 @@ def compare(
     doing: str = "matching model and parameters",
     told: bool = False,
 ) -> None:
-    """Raise on all ranks if one of them has an error, or if ranks differ in ``values``.
-
-    ``doing`` is the action that the error came from. With ``told``, each rank has raised its own
-    error already, so that an error that all ranks have is not raised again.
-    """
+    """Raise on all ranks if one of them has an error, from ``doing``, or if ``values`` differ."""
+    # With ``told``, each rank has raised its own error already: one that all have would come twice.
     code = checksum(values)
     numbers = torch.tensor([error is not None, code, code**2], dtype=torch.float64, device="cpu")
     failed, total, squares = ranks.sum_numbers(numbers, f"comparing {what}").tolist()
@@ -87,8 +84,8 @@ def raise_unlike(ranks: Ranks, codes: dict[str, int], remedy: str) -> None:
     """Raise an error that names the first tensor whose checksum differs, and the ranks."""
     of_ranks = ranks.gather_objects(codes, "naming what differs")
     for name in codes:
-        known = [codes.get(name) for codes in of_ranks]
-        differing = [rank for rank, code in enumerate(known) if code != known[0]]
+        first = of_ranks[0].get(name)
+        differing = [rank for rank, codes in enumerate(of_ranks) if codes.get(name) != first]
         if differing:
             raise RuntimeError(f"{name} on ranks {differing} differs from rank 0's: {remedy}")
 
@@ -110,10 +107,8 @@ def raise_difference(ranks: Ranks, values: dict[str, Any], what: str) -> None:
         for name in sorted({**first, **other}, key=lambda name: name.startswith("sizes ")):
             expected, actual = first.get(name, "absent"), other.get(name, "absent")
             if repr(expected) != repr(actual):  # as in checksums, where True is not 1
-                why = (
-                    f"{actual!r} on rank {rank}, {expected!r} on rank 0; all ranks need the same "
-                    "model and options"
-                )
+                why = f"{actual!r} on rank {rank}, {expected!r} on rank 0; all ranks need the same "
+                why += "model and options"
                 if name.startswith(("layer ", "sizes ")):
                     why += "; where each rank has a part of a model, as pipeline stages are, give "
                     why += "process_group= the group of the ranks that hold the same stage"
@@ -121,10 +116,8 @@ def raise_difference(ranks: Ranks, values: dict[str, Any], what: str) -> None:
         # The same values in another order, as when modules were registered in another order.
         for expected, actual in zip(first, other, strict=True):
             if expected != actual:
-                why = (
-                    f"{actual!r} stands on rank {rank} where rank 0 has {expected!r}; register "
-                    "modules and add parameters in one order on all ranks"
-                )
+                why = f"{actual!r} stands on rank {rank} where rank 0 has {expected!r}; register "
+                why += "modules and add parameters in one order on all ranks"
                 raise invalid_because(what, why)
     raise invalid_because(what, "they differ among the ranks")
 

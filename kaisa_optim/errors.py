@@ -39,7 +39,8 @@ def check_callable(name: str, function: Callable[..., Any], argument: str = "") 
         raise invalid(name, function, must) from None
 
 
-# Arguments of kfac-pytorch, and of Muon, that this package does not have or names otherwise.
+# Arguments of kfac-pytorch that this package does not have or names otherwise, and names that went
+# before the first release.
 FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",
@@ -47,6 +48,10 @@ FORMER = {
     "assignment_strategy": "leave it out: the cost() of a WorkAssignment says what is balanced",
     "update_factors_in_hook": "leave it out: step() takes averages of the backward passes' sums",
     "loglevel": 'leave it out: set that of logging.getLogger("kaisa_optim")',
+    "grafting": 'leave it out: compute_method="polar" has the base\'s own length',
+    "warmup_steps": "leave it out: a scheduler of lr warms up",
+    "compound": "leave it out: factors multiply the first value, so let a callable return products",
+    "momentum": "in Adam and LAMB it is the first of betas",
     "use_muon": "leave it out: KFACAdam steps all parameters, and a group may have its own lr",
 }
 
@@ -57,7 +62,5 @@ def unexpected(owner: str, name: str, ours: Collection[str], base: Any = ()) -> 
     near = difflib.get_close_matches(name, ours, 1, 0.9)
     near = near or difflib.get_close_matches(name, [*ours, *base], 1)
     remedy = f"did you mean {near[0]}?" if near else f"help({owner}) lists what there is"
-    if name == "momentum" and "betas" in base:
-        remedy = "here it is the first of betas"
     remedy = FORMER.get(name, remedy)
     return TypeError(f"{owner}() got an unexpected keyword argument {name!r}; {remedy}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copyreg
 import inspect
-import os
 import textwrap
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -19,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import agree, bases, checkpoint, options, reports
-from .errors import FORMER, check_callable, invalid, invalid_because
+from .errors import FORMER, check_callable, invalid, invalid_because, unexpected
 from .lamb import LAMB, clipped_gradients
 from .linalg import products
 from .options import GROUP_KEYS, OPTIONS, PER_GROUP, SECTIONS, Options, refuse_lost_damping
@@ -53,10 +50,28 @@ class KFACMixin(Optimizer):
             why = f"ZeroRedundancyOptimizer gives each rank a part of the parameters, and {title} "
             why += f"needs all; build {title} alone, where {_SPREADS} as ZeRO 1 does"
             raise invalid_because("optimizer_class", why)
+        if params is None:
+            raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
+        parameters: Any = params
+        if isinstance(params, nn.Module):
+            if model is not None and model is not params:
+                why = "the first argument is a module already; leave out model="
+                raise invalid_because("model", why)
+            model, parameters = params, params.parameters()
+        if not isinstance(model, nn.Module):
+            wrong = params if model is None else model
+            why = f"an object of type {type(wrong).__name__}; K-FAC hooks the model's layers: pass "
+            why += f"the nn.Module first, as {title}(model, ...), or as model="
+            raise invalid_because("model", why)
+        # The class that is built next may stand before the base, and a base with **kwargs may know
+        # more names than its signature shows.
         known = inspect.signature(super().__init__).parameters
-        of_base, ours = options.separate(title, known, args, kwargs)
-        self._kfac_model, parameters = options.model_and_parameters(title, params, model)
-        self._kfac_options = Options(**ours)
+        of_base = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        if not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
+            for name in [name for name in of_base if name not in known]:
+                raise unexpected(title, name, OPTIONS, known)
+        self._kfac_model = model
+        self._kfac_options = Options(**{n: v for n, v in kwargs.items() if n in OPTIONS})
         self._group_schedules: list[options.Schedules] = []
         # This adds all groups. A preconditioner that existed before would be rebuilt for each, and
         # ranks would compare models that are not complete.
@@ -69,6 +84,8 @@ class KFACMixin(Optimizer):
         # The rank that has the whole state since the last step, and the tensors that it received.
         self._consolidated: tuple[int, checkpoint.Entries] | None = None
         self._published = -1, 0  # compilations and entries, when K-FAC's part of these was made
+        # Before any of the user's own hooks, so that they see the whole state.
+        self.register_state_dict_post_hook(KFACMixin._complete)  # type: ignore[arg-type]
         step_of_base = bases.step_of(self._base, self.defaults)
         if any(group.get("differentiable") for group in self.param_groups):
             why = "True; a K-FAC step can't be differentiated, leave it False"
@@ -92,14 +109,6 @@ class KFACMixin(Optimizer):
         )
         self.base_part = step_of_base(self)
         self._stepper = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
-        world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
-        joined = distributed.is_available() and distributed.is_initialized()
-        if world not in ("", "1") and not joined:
-            agree.warn(
-                kfac.ranks,
-                f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
-                "call torch.distributed.init_process_group() before building model and optimizer",
-            )
 
     # ---- stepping ----
 
@@ -222,10 +231,6 @@ class KFACMixin(Optimizer):
             # α of the clip: fixed at construction, so that a schedule of lr has effect
             is_fixed = settings.kl_clip_lr == "initial" and group.get("lr") is not None
             group.setdefault("kl_clip_lr", float(group["lr"]) if is_fixed else "current")
-        if settings.kl_clip is not None and group.get("kl_clip_lr") == 0:
-            text = "lr 0 at construction turns the KL clip off; build the optimizer with the peak "
-            text += 'lr and let a schedule start lower, or use kl_clip_lr="current"'
-            warnings.warn(text, stacklevel=5)
         self._consolidated = None
         try:
             refuse_lost_damping(group)
@@ -255,12 +260,7 @@ class KFACMixin(Optimizer):
         """
         if self._consolidated is None:
             checkpoint.warn_of_share(self)
-        # Run before the user's own hooks, so that they see the whole state.
-        handle = self.register_state_dict_post_hook(KFACMixin._complete, prepend=True)  # type: ignore[arg-type]
-        try:
-            return super().state_dict()
-        finally:
-            handle.remove()
+        return super().state_dict()
 
     def _complete(self, state_dict: dict[str, Any]) -> None:
         # A rank's share is saved alone: a view, once pickled, would take its whole stack along.
@@ -362,9 +362,8 @@ class KFACMixin(Optimizer):
     def __reduce__(self) -> Any:
         # A class made at run time can't be imported by its name: its base finds it again.
         cls = type(self)
-        if _FAMILY.get(cls._base) is cls:
-            return _blank, (cls._base,), self.__getstate__()
-        return copyreg.__newobj__, (cls,), self.__getstate__()  # type: ignore[attr-defined]
+        made = cls._base if _FAMILY.get(cls._base) is cls else cls
+        return _blank, (made,), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kfac_options.process_group is not None:
@@ -448,11 +447,8 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
 
     Equal calls give the same class; ``with_kfac(torch.optim.SGD)`` is :class:`KFACSGD`.
     """
-    if isinstance(base, Optimizer):
-        why = "this is an optimizer already; give its class: with_kfac"
-        raise invalid_because("base", f"{why}({type(base).__name__})(model, ...)")
     if not (isinstance(base, type) and issubclass(base, Optimizer)):
-        raise invalid("base", base, "it must be a subclass of torch.optim.Optimizer")
+        raise invalid("base", base, "it must be a class, a subclass of torch.optim.Optimizer")
     if issubclass(base, KFACMixin):
         raise invalid_because("base", f"{base.__name__} has K-FAC inside already; use it as it is")
     # By names: torch 2.8 has no Muon, and its module of ZeRO may not be there to be imported.
@@ -467,7 +463,7 @@ def with_kfac(base: type[Optimizer]) -> type[Any]:
 
 
 def _blank(base: type[Optimizer]) -> KFACMixin:
-    cls: type[KFACMixin] = with_kfac(base)
+    cls: type[KFACMixin] = base if issubclass(base, KFACMixin) else with_kfac(base)
     return cls.__new__(cls)
 
 

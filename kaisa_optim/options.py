@@ -1,4 +1,4 @@
-"""The K-FAC options, each declared once, the values that change, and arguments of constructors.
+"""The K-FAC options, each declared once, and the values that change from step to step.
 
 Signatures, checks and documentation are made from the declarations.
 """
@@ -6,25 +6,22 @@ Signatures, checks and documentation are made from the declarations.
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, make_dataclass
-from inspect import Parameter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .errors import check_callable, invalid, invalid_because, is_real, unexpected
+from .errors import check_callable, invalid, invalid_because, is_real
 from .plan.assignment import WorkAssignment, check_fraction, choose
 from .plan.facts import WIDEST
 
 if TYPE_CHECKING:
-    from .capture.hooks import Capture
     from .curvature.averages import FactorSums
 
 Check = Callable[[str, Any], Any]  # from name and value to the settled value
@@ -73,7 +70,6 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def _budget(name: str, value: Any) -> int | float | None:
-    # Callers tell a share from bytes by the type, so that whole bytes must never stay a float.
     if value is None:
         return None
     size = value
@@ -81,6 +77,7 @@ def _budget(name: str, value: Any) -> int | float | None:
         parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?\s*", value, flags=re.I)
         size = float(parts[1]) * _UNITS[(parts[2] or "").lower()] if parts else 0.0
         size = size if size >= 1 else 0.0  # "0.5" might be meant as a share
+    # Callers tell a share from bytes by the type, so that whole bytes must never stay a float.
     if not is_real(size) or not _above_zero(size):
         must = 'it must be a number of bytes, a text such as "80GB" or "4GiB", or a share in (0, 1)'
         raise invalid(name, value, must + " of what the device has free")
@@ -88,13 +85,13 @@ def _budget(name: str, value: Any) -> int | float | None:
 
 
 def _grad_scaler(name: str, value: Any) -> Any:
+    is_known = value is None or isinstance(value, Tensor) or hasattr(value, "get_scale")
     if callable(value):
         check_callable(name, value)
-    elif is_real(value):
-        if not value > 0:
-            raise invalid(name, value, "a scale must be above 0")
-    elif not (value is None or isinstance(value, Tensor) or hasattr(value, "get_scale")):
-        raise invalid(name, value, "it must be a torch.amp.GradScaler, a number or a callable")
+    # A scale of 0 or NaN would make G infinite: NaN fails every comparison.
+    elif not is_known and not (is_real(value) and value > 0):
+        must = "it must be a torch.amp.GradScaler, a number above 0 or a callable"
+        raise invalid(name, value, must)
     return value
 
 
@@ -103,12 +100,6 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         must = "it must be a pattern or a list of patterns, each searched in module and class names"
         raise invalid(name, value, must)
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            why = f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally"
-            raise invalid_because(name, why) from None
     return tuple(patterns)
 
 
@@ -138,9 +129,7 @@ class Option:
 
 _FLOAT, _STEPS = "float | Callable[[int], float]", "int | Callable[[int], int]"
 _WITHOUT_K = "normalization", "kaisa", "the papers' normalization has no K"
-_FLAG_OR_NONE = _one_of(
-    True, False, None, must="it must be True or False, or None for what follows from other options"
-)
+_FLAG_OR_NONE = _one_of(True, False, None, must="it must be True or False, or None")
 _INTERVAL = _number(lambda x: x >= 1, "a whole number of steps, at least 1", whole=True)
 
 
@@ -172,8 +161,7 @@ _CURVATURE = (
            '"expand": one row for each position; "reduce": one row for each example.',
            conflict=_WITHOUT_K),
     Option("statistics_fraction", None, f"{_FLOAT} | None",
-           _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for statistics of all "
-                   "examples"),
+           _number(lambda x: 0 < x <= 1, "in (0, 1], such as 0.25, or 1 for all examples"),
            "The part of the examples from which statistics are taken; 1: all. None: so many that "
            "at least 8,192 rows of a layer are read, and four for each column of its wider side, "
            'of 32 examples or more; all with "eigen", "inverse" and weight_sharing="reduce".',
@@ -227,15 +215,14 @@ _REFRESHES = (
            "Store 1 / (v_G v_Aᵀ + γ) at each refresh, with the damping of that step.",
            conflict=("compute_method", "inverse", "inverses have no eigenvalues"), of_papers=True),
     Option("factor_dtype", None, "torch.dtype | None",
-           _one_of(None, torch.float32, torch.float64, must="it must be torch.float32, "
-                   "torch.float64, or None for the arithmetic's: averages in fewer digits are "
-                   "indefinite; inv_dtype takes torch.bfloat16"),
+           _one_of(None, torch.float32, torch.float64, must="it must be torch.float32 or "
+                   "torch.float64: averages in fewer digits are indefinite; inv_dtype takes "
+                   "torch.bfloat16"),
            "The dtype in which factors are stored, torch.float32 or torch.float64. None: float32, "
            "or float64 for float64 parameters."),
     Option("inv_dtype", None, "torch.dtype | None",
            _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64,
-                   must="it must be a floating torch.dtype, or None for float32 (float64 for "
-                   "float64 parameters)"),
+                   must="it must be a floating torch.dtype, or None: as for factors"),
            "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
            "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
@@ -400,12 +387,10 @@ class Options(_Record):
 class Hyperparameters:
     """The values of options that may change, checked where they are set, and intervals in force."""
 
-    capture: Capture | None = None  # knows whether labels were drawn for this step
-
     def __init__(
         self, options: Options, sums: FactorSums, group_schedules: list[Schedules], alone: bool
     ) -> None:
-        self.options, self.sums = options, sums
+        self.options, self.sums, self._alone = options, sums, alone
         # The optimizer's own list, for damping and factor_decay: a copy would miss later groups.
         self._group_schedules = group_schedules
         settings = {name: getattr(options, name) for name in SETTABLE}
@@ -417,34 +402,20 @@ class Hyperparameters:
         # The groups' values in the last step, which need no check; None: they do.
         self.known: list[Any] | None = None
         self.take_intervals(0)
-        # Several ranks must not take an interval at once: they compare both in an exchange, and
-        # would else hold exchanges in other steps.
-        self._at_once = ("statistics_fraction", *(_INTERVALS if alone else ()))
-        self.moves = alone and self.pending
 
     def set(self, name: str, value: Any) -> bool:
         """Check and take a user's value; return True if other layers or rows are to gather."""
         self._settle(name, value)
+        # Several ranks must not take an interval at once: they compare both in an exchange, and
+        # would else hold exchanges in other steps.
         self.pending |= name in _INTERVALS
-        # A schedule takes the place of the value in the next step, on all ranks alike.
-        if name not in self._at_once or name in self.schedules:
-            return False
-        if name in _INTERVALS:
-            self.in_force[name] = self.values[name]
-        return True
+        self.moves = self._alone and self.pending
+        return name == "statistics_fraction" or (self._alone and name in _INTERVALS)
 
     def _settle(self, name: str, value: Any) -> None:
         value = OPTIONS[name].settled(value, self.options)
         self.options.refuse(name, value)
         if name == "loss_terms":
-            # K of the labels drawn for this step has the former meaning: a sum of drawn gradients
-            # that was divided by another K would scale G without a trace.
-            former = self.values.get("loss_terms", value)
-            drawn = self.capture is not None and self.capture.draws > 0
-            if drawn and value != former and (isinstance(value, str) or isinstance(former, str)):
-                why = f"{value!r} after sample_fisher, which drew for {former!r}; set it before, "
-                why += "or give the optimizer a number as its argument"
-                raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)
@@ -481,8 +452,9 @@ class Hyperparameters:
     def take_intervals(self, step: int) -> None:
         """Put both intervals into force."""
         self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
-        # An interval may be another one from the next exchange on.
+        # Other intervals may come: on several ranks with the next exchange, else in any step.
         self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)
+        self.moves = self._alone and self.pending
 
     def scheduled_intervals(self, step: int) -> dict[str, int]:
         """Return the values of scheduled intervals in the next step, for ranks to compare."""
@@ -494,14 +466,10 @@ def refuse_name(owner: object, name: str, value: Any) -> None:
     """Refuse to set an option of groups, an option that is fixed, or a misspelled name."""
     if name in PER_GROUP:
         why = f'it belongs to the parameter groups; set optimizer.param_groups[i]["{name}"]'
-    elif name in FIXED:
-        why = f"it can only be given at construction; build the optimizer with {name}={value!r}"
-    elif name.startswith("_") or hasattr(owner, name):
+    elif name not in FIXED and (name.startswith("_") or hasattr(owner, name)):
         return
     else:
-        near = difflib.get_close_matches(name, SETTABLE, 1)
-        remedy = f"did you mean {near[0]}?" if near else f"{', '.join(SETTABLE)} can be set"
-        why = f"the preconditioner has no {name}; {remedy}"
+        why = f"{', '.join(SETTABLE)} can be set; all other options are given at construction"
     raise AttributeError(f"{name} = {value!r}: {why}")
 
 
@@ -526,68 +494,10 @@ def rate_of(group: Group) -> Any:
     return 1.0 if rate is None else rate
 
 
-def _scale_of(scaler: Any) -> Tensor | float:
+def _scale_of(scaler: Any) -> Any:
     scale = scaler() if callable(scaler) else scaler
     if hasattr(scaler, "get_scale"):
         # get_scale() reads the tensor's value: each backward pass would wait for the device.
         scale = getattr(scaler, "_scale", None)
         scale = scale if isinstance(scale, Tensor) else scaler.get_scale()
-    if not is_real(scale) and not isinstance(scale, Tensor):
-        why = f"{scale!r} from its callable; a scale must be a number or a tensor"
-        raise invalid_because("grad_scaler", why)
     return scale
-
-
-# ---- arguments of a constructor ----
-
-
-def separate(
-    title: str, known: Mapping[str, Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the base's keyword arguments and K-FAC's; refuse unknown and misplaced ones.
-
-    ``known`` are the parameters of the class that is built next, which may stand before the base.
-    """
-    ours = {n: v for n, v in kwargs.items() if n in OPTIONS}
-    of_base = {n: v for n, v in kwargs.items() if n not in ours}
-    unknown = [n for n in of_base if n not in known]
-    # A base with **kwargs may know more names than its signature shows.
-    if unknown and not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
-        raise unexpected(title, unknown[0], OPTIONS, known)
-    second = args[0] if args and list(known)[1:2] == ["lr"] else None
-    if isinstance(second, Iterable) and not isinstance(second, Tensor | str):
-        why = f"parameters come first, and the model by name: {title}(parameters, model=model, "
-        why += f"...); {title}(model, ...) takes all of the model's"
-        raise invalid_because("second argument", why)
-    lr = of_base.get("lr", second)
-    if isinstance(lr, str) or callable(lr):
-        must = "it must be a number or a tensor; torch.optim.lr_scheduler.LambdaLR takes a function"
-        raise invalid("lr", lr, must)
-    return of_base, ours
-
-
-def model_and_parameters(title: str, params: Any, model: Any) -> tuple[nn.Module, Any]:
-    """Return the model, and the parameters or groups that the base is to take."""
-    if params is None:
-        raise TypeError(f"{title}() needs the model first: {title}(model, ...)")
-    if isinstance(params, nn.Module):
-        if model is not None and model is not params:
-            why = "the first argument is a module already; leave out model="
-            raise invalid_because("model", why)
-        model, params = params, list(params.parameters())
-        if not params:
-            why = f"this {type(model).__name__} has no parameters; pass the module that holds the "
-            raise invalid_because("model", why + "layers to be trained")
-    if isinstance(model, nn.Module):
-        return model, params
-    listed = isinstance(params, Iterable) and not isinstance(params, str | Mapping)
-    wrong = model if listed or model is not None else params
-    text = repr(wrong)
-    if wrong is None:
-        text = "no model was given, but parameters"
-    elif isinstance(wrong, type):
-        text = f"the class {wrong.__name__}"
-    elif len(text) > 60 or "\n" in text:
-        text = f"of type {type(wrong).__name__}"
-    why = f"{text}; K-FAC hooks the model's layers: pass the nn.Module first, as {title}(model, "
-    raise invalid_because("model", why + "...), or as model=")

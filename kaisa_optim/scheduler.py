@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from .errors import check_callable, invalid, invalid_because, is_real, unexpected
+from .errors import check_callable, invalid, invalid_because, unexpected
 from .optimizer import KFACMixin
 from .options import PER_GROUP, check
 
@@ -15,10 +15,6 @@ Factor = Callable[[int], float] | Mapping[int, float]
 
 def decay_at(milestones: Iterable[int], factor: float) -> dict[int, float]:
     """Return a schedule with one factor at each milestone: ``damping=decay_at([40, 80], 0.5)``."""
-    if not isinstance(milestones, Iterable) or isinstance(milestones, str):
-        raise invalid("milestones", milestones, "they must be numbers of epochs, such as [40, 80]")
-    if not is_real(factor) or not 0 < factor < math.inf:
-        raise invalid("factor", factor, "it must be a number above 0, such as 0.5")
     return dict.fromkeys(milestones, factor)
 
 
@@ -28,9 +24,6 @@ class KFACParamScheduler:
     Each schedule is a callable ``epoch -> factor`` or a mapping ``{milestone: factor}``. The factor
     of a milestone counts from its epoch on. Factors multiply the initial value. Intervals are
     rounded and never below 1. Call :meth:`step` once an epoch, after the optimizer's steps.
-
-    The papers halve the damping, and stretch the refresh interval likewise, at milestones:
-    ``KFACParamScheduler(optimizer, damping=decay_at([40, 80], 0.5))``.
     """
 
     def __init__(
@@ -53,26 +46,23 @@ class KFACParamScheduler:
             raise unexpected(type(self).__name__, name, known)
         self.optimizer = optimizer
         self.schedules = {name: x for name, x in known.items() if x is not None}
+        kfac = optimizer.preconditioner
+        scheduled = {*kfac.hyperparameters.schedules}.union(*optimizer._group_schedules)
         for name, schedule in self.schedules.items():
-            self._check(name, schedule)
+            if callable(schedule):
+                check_callable(name, schedule, "epoch")
+            elif not isinstance(schedule, Mapping):
+                must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
+                raise invalid(name, schedule, must)
+            # The optimizer's own schedule would write over this one's values in each step.
+            if name in scheduled:
+                why = "the optimizer was given a callable for it already; give it a number, or "
+                raise invalid_because(name, why + "leave it out here")
+            if name == "kl_clip" and (kfac.options.is_polar or kfac.kl_clip is None):
+                raise invalid_because("kl_clip", "the optimizer's clip is off; leave it out here")
         self.last_epoch = 0
         self.initial: dict[str, list[float]] = {}
         self._write()
-
-    def _check(self, name: str, schedule: Any) -> None:
-        kfac = self.optimizer.preconditioner
-        if callable(schedule):
-            check_callable(name, schedule, "epoch")
-        elif not isinstance(schedule, Mapping):
-            must = "it must be a callable epoch -> factor or a mapping {milestone: factor}"
-            raise invalid(name, schedule, must)
-        # The optimizer's own schedule would write over this one's values in each step.
-        schedules = [kfac.hyperparameters.schedules, *self.optimizer._group_schedules]
-        if any(name in known for known in schedules):
-            why = "the optimizer was given a callable for it already; give it a number, or leave "
-            raise invalid_because(name, why + "it out here")
-        if name == "kl_clip" and (kfac.options.is_polar or kfac.kl_clip is None):
-            raise invalid_because("kl_clip", "the optimizer's clip is off; leave it out here")
 
     def step(self) -> None:
         """Go to the next epoch."""
@@ -102,9 +92,6 @@ class KFACParamScheduler:
                 factors = [schedule(epoch)]
             else:
                 factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
-            for wrong in [factor for factor in factors if not is_real(factor)]:
-                why = f"its schedule gives {wrong!r} for epoch {epoch}; a factor must be a number"
-                raise invalid_because(name, why)
             # Factors multiply the first values: of the present ones, an interval that was rounded
             # to 1 would never grow again.
             factor, initial = math.prod(factors), self.initial.setdefault(name, [])

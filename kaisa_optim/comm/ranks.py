@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import invalid, invalid_because
+from ..errors import invalid_because
 from ..plan.assignment import Grid
 from ..plan.facts import all_reduced, cargo_bytes, chunks, grouped, padded
 
@@ -35,13 +35,12 @@ class CopyItem(NamedTuple):
 
 
 class Bucket:
-    """Items that travel together, cut into an equal piece for each member of a group.
+    """Items that travel together, cut into an equal piece for each member of a group."""
 
-    An item has a size, and an owner: the rank that its sum goes to, or that its bytes come from.
-    They travel in two hops. Sums: each member receives all terms of its piece, and sends the sum
-    on to the owners. Copies: each member receives its piece from the owners, and sends it on to
-    all members. So every member carries the same load, whoever owns the items.
-    """
+    # An item has a size, and an owner: the rank that its sum goes to, or that its bytes come from.
+    # Items travel in two hops, so that every member carries the same load, whoever owns the items.
+    # Sums: each member receives all terms of its piece, and sends the sum on to the owners. Copies:
+    # each member receives its piece from the owners, and sends it on to all members.
 
     def __init__(self, items: Iterable[Any], members: Sequence[int], world: int) -> None:
         # Members ascend, and so must the items' owners: what an owner has is one interval.
@@ -90,27 +89,22 @@ class GatherItem(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """Bytes on their way from and to all ranks."""
-
     sent: Tensor  # must live until the exchange ends
     received: Tensor
     work: Any
     kind: str
 
     def wait(self) -> Tensor:
-        """Return what has arrived, once it is all there."""
         with _named(f"receiving {self.kind}"):
             self.work.wait()
         return self.received
 
 
 class Ranks:
-    """The ranks of one K-FAC world, over one process group; in one process, nothing moves.
+    """The ranks of one K-FAC world, over one process group; in one process, nothing moves."""
 
-    Copies within a column or a row of the grid go over the whole group, too: groups of their own
-    would be many, and ranks that are not in ``group`` would have to take part in making them.
-    """
-
+    # Copies within a column or a row of the grid go over the whole group, too: groups of their own
+    # would be many, and ranks that are not in ``group`` would have to take part in making them.
     status_device: str | None = None  # that carries the status numbers, if the CPU has no backend
 
     def __init__(
@@ -121,23 +115,11 @@ class Ranks:
         comm_dtype: torch.dtype | None,
         device: torch.device | None = None,  # of the model
     ) -> None:
-        self.bucket_bytes = int(bucket_cap_mb * 2**20)
-        self.comm_dtype = comm_dtype
+        self.bucket_bytes, self.comm_dtype = int(bucket_cap_mb * 2**20), comm_dtype
         self.received: Counter[str] = Counter()  # bytes from other ranks, by kind
-        self.group = group
-        # Ranks outside of a group hold a placeholder in its place.
-        if group is not None and not (
-            dist.is_available()
-            and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER)
-        ):
-            must = (
-                "it must be a torch.distributed process group, as new_group() makes one or a "
-                "DeviceMesh's get_group(), or None for the default group"
-            )
-            raise invalid("process_group", group, must)
-        self.rank, self.world = 0, 1
+        self.group, self.rank, self.world = group, 0, 1
         if group is not None or (dist.is_available() and dist.is_initialized()):
-            self.group = group if group is not None else dist.group.WORLD
+            self.group = dist.group.WORLD if group is None else group
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             why = "this rank is not in it; build the optimizer on its members only"
@@ -194,8 +176,7 @@ class Ranks:
     ) -> Iterator[list[tuple[Any, Tensor]]]:
         """Bring every item's sum to its owner; yield this rank's sums of some buckets at a time.
 
-        ``loads`` are buckets, each with this rank's terms, flat and of one dtype and device. The
-        next load is asked for while earlier ones are on their way.
+        ``loads`` are buckets, each with this rank's terms, flat and of one dtype and device.
         """
         # Sums of several buckets go on together, up to a bucket for each owner. A large factor's
         # bucket has one owner: bucket by bucket, all other ranks would wait for it.
@@ -217,7 +198,7 @@ class Ranks:
     def _sums(
         self, loads: Iterable[tuple[Bucket, list[Tensor]]], kind: str
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """Send every rank its piece of this rank's terms; yield buckets with this rank's piece."""
+        # Send every rank its piece of this rank's terms; yield buckets with this rank's piece.
         flights: deque[tuple[Bucket, torch.dtype, _Flight]] = deque()
         for bucket, terms in loads:
             dtype = terms[0].dtype
@@ -235,12 +216,12 @@ class Ranks:
             yield self._added(flights)
 
     def _added(self, flights: deque[tuple[Bucket, torch.dtype, _Flight]]) -> tuple[Bucket, Tensor]:
-        bucket, dtype, flight = flights.popleft()
+        bucket, dtype, flight = flights.popleft()  # no longer in the queue, which would keep bytes
         rows = flight.wait().view(self.world, -1).to(dtype)
         return bucket, _added_up(rows).clone()  # a view would keep all rows
 
     def _to_owners(self, added: list[tuple[Bucket, Tensor]], kind: str) -> list[tuple[Any, Tensor]]:
-        """Send the sums of this rank's pieces to their owners; return the sums that it owns."""
+        # Send the sums of this rank's pieces to their owners; return the sums that it owns.
         outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
         incoming: list[list[Tensor]] = [[] for _ in range(self.world)]
         sums: list[tuple[Any, Tensor]] = []
@@ -262,8 +243,8 @@ class Ranks:
     def _exchange(
         self, sent: Tensor, sizes_out: list[int], sizes_in: list[int], kind: str
     ) -> _Flight:
-        """Start an all-to-all; as bytes, since not every backend takes every dtype."""
-        # Also where this rank sends and receives nothing: the other ranks wait for its call.
+        # Start an all-to-all; as bytes, since not every backend takes every dtype. Also where this
+        # rank sends and receives nothing: the other ranks wait for its call.
         received, item = sent.new_empty(sum(sizes_in)), sent.dtype.itemsize
         self.received[kind] += (sum(sizes_in) - sizes_in[self.rank]) * item
         with _named(f"sending {kind}"):
@@ -294,6 +275,7 @@ class Ranks:
         """Bring tensors that single ranks have to rank ``to``, on the CPU; others get nothing."""
         gathered: dict[Any, Tensor] = {}
         for same in grouped(items, lambda item: item.device).values():
+            # Chunks bound what rank ``to`` holds on a device beside its own state.
             parts = chunks(same, lambda x: math.prod(x.shape) * x.dtype.itemsize, self.bucket_bytes)
             for chunk in parts:
                 outgoing: list[list[Tensor]] = [[] for _ in range(self.world)]
@@ -323,8 +305,8 @@ class Ranks:
         All ranks exhaust the iterator. A round has a bucket for each group of ranks; one group may
         stand for all groups if their items have the same sizes. ``cargo`` yields a list for each
         item of this rank's buckets, in their order. A cargo has ``tensors``: its owner sends them,
-        and the other members fill them. It is made when its bucket is loaded, while earlier ones
-        are on their way; with ``ahead``, all is made before this rank first waits for another.
+        and the other members fill them. With ``ahead``, all cargo is made before this rank first
+        waits for another; else each when its bucket is loaded.
         """
         running: deque[Iterator[list[Any]]] = deque()
         turns: list[list[Bucket]] = [*rounds, *[[]] * (_AT_ONCE - 1)]
@@ -346,10 +328,8 @@ class Ranks:
     def _copy(
         self, bucket: Bucket, cargo: list[list[Any]], device: torch.device, kind: str
     ) -> Iterator[list[Any]]:
-        """Send each member its piece of this rank's items, and all members this rank's piece.
-
-        The last of three steps yields the cargo.
-        """
+        # Send each member its piece of this rank's items, and all members this rank's piece. There
+        # are three steps in either case, since ``broadcast`` counts them; the last yields cargo.
         outgoing: list[Tensor] = []
         incoming: list[Tensor] = []
         for item, parts in zip(bucket.items, cargo, strict=True):
@@ -382,9 +362,8 @@ class Ranks:
 
 
 def _added_up(rows: Tensor) -> Tensor:
-    """Return the sum of the ranks' rows, always added in the same tree; overwrite the rows."""
-    # Every element is added up in one order of the ranks, whichever rank adds. The bits of
-    # ``rows.sum(0)`` would depend on an element's place in the buffer, and so on the buckets.
+    # Every element is added up in one tree of the ranks, whichever rank adds; rows are overwritten.
+    # The bits of ``rows.sum(0)`` would depend on an element's place, and so on the buckets.
     count = rows.shape[0]
     while count > 1:
         half = count // 2
@@ -410,7 +389,6 @@ def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
 
 
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of a buffer of bytes that are shaped like these tensors."""
     views, start = [], 0
     for tensor in tensors:
         part = buffer[start : start + tensor.nbytes]
@@ -421,11 +399,9 @@ def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _named(action: str) -> Iterator[None]:
-    """Name in errors the action during which other ranks did not answer."""
     try:
         yield
     except RuntimeError as error:
-        raise RuntimeError(
-            f"K-FAC lost other ranks while {action}: one of them has failed, left, timed out or "
-            "did not make this call, or skipped step(); its own log says why"
-        ) from error
+        text = f"K-FAC lost other ranks while {action}: one of them has failed, left, timed out or "
+        text += "did not make this call, or skipped step(); its own log says why"
+        raise RuntimeError(text) from error

@@ -24,12 +24,8 @@ def is_sharded(tensor: Tensor | None) -> bool:
 
 
 def cut_otherwise(model: nn.Module) -> list[Tensor]:
-    """Return sharded parameters that no ``fully_shard`` over one mesh dimension gathers.
-
-    Tensor parallelism cuts them: a call sees a part of the rows, or of their features.
-    """
-    if not _SHARDED:
-        return []
+    """Return sharded parameters that no ``fully_shard`` over one mesh dimension gathers."""
+    # Tensor parallelism cuts them: a call sees a part of the rows, or of their features.
     sharded: list[Any] = [p for p in model.parameters() if is_sharded(p)]
     wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)] if sharded else []
     gathered = {p for module in wrapped for p in module.parameters()}
@@ -46,10 +42,8 @@ def shards_of(name: str, parameter: Tensor, ranks: list[int]) -> ShardPlaces:
     assert isinstance(parameter, DTensor)
     mesh, placements = parameter.device_mesh, parameter.placements
     if sorted(mesh.mesh.flatten().tolist()) != sorted(ranks):
-        why = (
-            f"{name} is sharded over ranks {mesh.mesh.flatten().tolist()}, K-FAC's group has "
-            f"{ranks}; pass the group of all ranks of that mesh"
-        )
+        why = f"{name} is sharded over ranks {mesh.mesh.flatten().tolist()}, K-FAC's group has "
+        why += f"{ranks}; pass the group of all ranks of that mesh"
         raise invalid_because("process_group", why)
     # The mesh dimension that splits the parameter; HSDP's other one has copies.
     split = [i for i, x in enumerate(placements) if type(x) is Shard]
@@ -86,14 +80,9 @@ def parts_here(tensors: Iterable[Tensor]) -> list[Tensor]:
 def sharded_like(parameter: Tensor, part: Tensor) -> Tensor:
     """Return a sharded tensor like the parameter, of which this rank has ``part``."""
     assert isinstance(parameter, DTensor)
-    return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    sizes: Any = {"shape": parameter.shape, "stride": parameter.stride()}  # parts may be uneven
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
 
 
 def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | None:
@@ -105,11 +94,9 @@ def gathered_in(module: nn.Module, name: str, parameter: Tensor) -> Tensor | Non
 
 
 def waiting_gradients(model: nn.Module) -> dict[Tensor, Any]:
-    """Return ``fully_shard``'s records of its parameters; a gradient may wait for reduction there.
-
-    Torch has no public view of these records. If torch moves them, only accumulation with a
-    reduce_dtype and without gradient synchronization is affected.
-    """
+    """Return ``fully_shard``'s records of its parameters, in which gradients may wait."""
+    # Torch has no public view of these records. If torch moves them, only accumulation with a
+    # reduce_dtype and without gradient synchronization is affected.
     records: dict[Tensor, Any] = {}
     for module in model.modules():
         get = getattr(module, "_get_fsdp_state", None)

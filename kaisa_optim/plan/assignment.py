@@ -1,7 +1,6 @@
 """Who works for which layer: gradient workers, and the ranks that keep and decompose the factors.
 
-The answer follows from shapes, in plain Python and without a random choice. So every rank finds the
-same answer alone, and a plan for 4,096 ranks can be made without them.
+The answer follows from shapes, in plain Python and without a random choice: every rank finds it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ class Task(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """The ranks of one K-FAC world: ``workers`` rows, one column for each share of the layers.
+    """The ranks of one K-FAC world: ``workers`` rows, one column for each share of the layers."""
 
-    The ranks of a column precondition its layers together; each of them then hands the gradients
-    to the ranks of its row. Rows are neighbouring ranks: gradients travel most often, so they stay
-    on one node.
-    """
-
+    # The ranks of a column precondition its layers together; each of them then hands the gradients
+    # to the ranks of its row. Rows must be neighbouring ranks: gradients travel most often, and so
+    # stay on one node.
     world: int
     workers: int  # gradient workers of a layer; divides world
 
@@ -144,10 +141,8 @@ class Opt(WorkAssignment):
 
 def check_fraction(value: Any) -> float:
     if not is_real(value) or not 0 <= value <= 1:
-        must = (
-            "it must be between 0 and 1, the share of the ranks that are gradient workers of a "
-            "layer, such as 0.5 (0 means one rank)"
-        )
+        must = "it must be between 0 and 1, the share of the ranks that are gradient workers of a "
+        must += "layer, such as 0.5 (0 means one rank)"
         raise invalid("grad_worker_fraction", value, must)
     return float(value)
 
@@ -158,16 +153,13 @@ def choose(
     """Return the strategy that the user's arguments name; `make_grid` checks that they agree."""
     if isinstance(assignment, WorkAssignment):
         return assignment
-    if isinstance(assignment, type) and issubclass(assignment, WorkAssignment):
-        why = f"{assignment.__name__} is a class; it must be an instance: {assignment.__name__}()"
-        raise invalid_because("assignment", why)
-    hybrid = Hybrid() if grad_worker_fraction is None else Hybrid(grad_worker_fraction)
-    if assignment is None:
-        return LayerWise() if grad_worker_fraction is None else hybrid
+    fraction = grad_worker_fraction
+    hybrid = Hybrid() if fraction is None else Hybrid(fraction)
     strategies = {"layer-wise": LayerWise(), "hybrid": hybrid, "opt": Opt()}
-    if isinstance(assignment, str) and assignment in strategies:
-        return strategies[assignment]
-    must = 'choose from "layer-wise", "hybrid", "opt", or pass a WorkAssignment'
+    name = ("layer-wise" if fraction is None else "hybrid") if assignment is None else assignment
+    if isinstance(name, str) and name in strategies:
+        return strategies[name]
+    must = 'choose from "layer-wise", "hybrid", "opt", or pass an instance of a WorkAssignment'
     raise invalid("assignment", assignment, must)
 
 
@@ -186,25 +178,19 @@ def make_grid(
         near = [max(n for n in divisors if n <= workers), min(n for n in divisors if n >= workers)]
     if near and isinstance(strategy, Hybrid) and workers not in near:
         fractions = " or ".join(f"{n}/{world} = {n / world:.4g}" for n in near)
-        why = (
-            f"{strategy.grad_worker_fraction} makes {workers} of {world} ranks gradient workers, "
-            f"and {workers} does not divide {world}; use {fractions}"
-        )
+        why = f"{strategy.grad_worker_fraction} makes {workers} of {world} ranks gradient workers, "
+        why += f"and {workers} does not divide {world}; use {fractions}"
         raise invalid_because("grad_worker_fraction", why)
     if workers not in near:
         such_as = f", such as {near[0]} or {near[1]}" if near else ""
-        why = (
-            f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must be "
-            f"a whole number from 1 to {world} that divides {world}{such_as}"
-        )
+        why = f"{type(strategy).__name__}.gradient_workers({world}) returned {workers!r}; it must "
+        why += f"be a whole number from 1 to {world} that divides {world}{such_as}"
         raise invalid_because("assignment", why)
     fraction = grad_worker_fraction
     wanted = workers if fraction is None else Hybrid(fraction).gradient_workers(world)
     if wanted != workers:
-        why = (
-            f"{fraction!r} makes {wanted} of {world} ranks gradient workers, "
-            f"but assignment {strategy!r} makes {workers}; leave out one of the two"
-        )
+        why = f"{fraction!r} makes {wanted} of {world} ranks gradient workers, "
+        why += f"but assignment {strategy!r} makes {workers}; leave out one of the two"
         raise invalid_because("grad_worker_fraction", why)
     return Grid(world, int(workers))
 
@@ -221,21 +207,16 @@ def assign(
     ``load`` is the cost of earlier tasks on each rank (see `loads`); these tasks keep their ranks.
     """
     if colocate is False and grid.workers == 1 < grid.world:
-        why = (
-            f"False needs two gradient workers or more, and {strategy!r} means one of "
-            f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
-        )
+        why = f"False needs two gradient workers or more, and {strategy!r} means one of "
+        why += f"{grid.world} ranks; leave it out, or use a larger grad_worker_fraction"
         raise invalid_because("colocate_factors", why)
     together = bool(strategy.colocate if colocate is None else colocate) or grid.workers == 1
     load = [0.0] * grid.world if load is None else list(load)
     answer = strategy.place(tuple(tasks), grid, colocate=together, load=load)
     author = f"{type(strategy).__name__}.place"
     if not isinstance(answer, Sequence) or len(answer) != len(tasks):
-        count = f"{len(answer)} placements" if isinstance(answer, Sequence) else repr(answer)
-        why = (
-            f"{author} returned {count} for {len(tasks)} layers; return a list with one "
-            "Placement(a, g) of each, in their order"
-        )
+        why = f"{author} returned {answer!r} for {len(tasks)} layers; return a list with one "
+        why += "Placement(a, g) of each, in their order"
         raise invalid_because("assignment", why)
     placements: dict[str, Placement] = {}
     for task, placement in zip(tasks, answer, strict=True):
@@ -260,11 +241,9 @@ def loads(
 
 
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
-    """Return the rank of each cost: the largest first, each to the emptiest rank.
-
-    ``load`` is each rank's load before. From an empty load, no rank gets more than 4/3 of the
-    fullest rank's load in the best balance (Graham 1969).
-    """
+    """Return the rank of each cost, from each rank's load before: the largest to the emptiest."""
+    # From an empty load, no rank gets more than 4/3 of the fullest rank's load in the best balance
+    # (Graham 1969).
     queue = [(before, rank) for rank, before in enumerate(load)]
     heapq.heapify(queue)
     owners = [0] * len(costs)
@@ -277,41 +256,31 @@ def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
 
 
 def _factor_costs(strategy: WorkAssignment, task: Task) -> tuple[float, float]:
-    """Return the costs of A and of G, of all blocks together."""
     costs = []
     for size, diagonal in ((task.a, task.diagonal_a), (task.g, task.diagonal_g)):
         value = strategy.cost(size, diagonal)
         if not is_real(value) or not 0 <= value < math.inf:
-            why = (
-                f"{type(strategy).__name__}.cost({size}, {diagonal}) returned {value!r} for "
-                f"{task.name!r}; it must be a finite number, 0 or more"
-            )
+            why = f"{type(strategy).__name__}.cost({size}, {diagonal}) returned {value!r} for "
+            why += f"{task.name!r}; it must be a finite number, 0 or more"
             raise invalid_because("assignment", why)
-        costs.append(task.blocks * float(value))
+        costs.append(task.blocks * float(value))  # of all blocks together
     return costs[0], costs[1]
 
 
 def _fault(placement: Any, grid: Grid, together: bool) -> str:
-    """Return what is wrong with a placement, as the end of a sentence; nothing if it is right."""
-    if not isinstance(placement, tuple) or len(placement) != 2:
-        return f"at {placement!r}; return Placement(a, g), its two ranks"
+    # What is wrong with a placement, as the end of a sentence; nothing if it is right.
+    ranks = placement if isinstance(placement, tuple) else ()
+    if len(ranks) != 2 or not all(_is_count(rank) and 0 <= rank < grid.world for rank in ranks):
+        return f"at {placement!r}; return Placement(a, g), two ranks from 0 to {grid.world - 1}"
     a, g = placement
-    for side, rank in zip("AG", placement, strict=True):
-        if not _is_count(rank) or not 0 <= rank < grid.world:
-            last = grid.world - 1
-            return f"with its {side} on rank {rank!r}; it must be a rank from 0 to {last}"
+    text = f"on ranks {a} and {g}, "
     if together and a != g:
-        return (
-            f"on ranks {a} and {g}, but colocate is True; place both on one rank, or set "
-            "colocate_factors=False"
-        )
-    if a % grid.columns != g % grid.columns:
-        column = list(grid.workers_of(a))
-        return (
-            f"on ranks {a} and {g}, which share no layer; G must be with A among "
-            f"grid.workers_of({a}), the ranks {column[:4]}{' and so on' if column[4:] else ''}"
-        )
-    return ""
+        text += "but colocate is True; place both on one rank, or set colocate_factors=False"
+    elif a % grid.columns != g % grid.columns:
+        text += f"which share no layer; G must be with A among grid.workers_of({a})"
+    else:
+        return ""
+    return text
 
 
 def _is_count(value: Any) -> bool:

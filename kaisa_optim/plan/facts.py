@@ -18,11 +18,9 @@ _SMALL = 513  # a side up to which that costs little: heads of 512 features, wit
 
 
 def widest(inputs: int, outputs: int) -> int:
-    """Return the widest side, of a matrix of these sizes, with a factor in full by default.
-
-    Two square matrices of side n stand beside the 2 n m numbers of Adam's moments. Of an adapter of
-    rank 16 on 4,096 features they are 256 times as many.
-    """
+    """Return the widest side, of a matrix of these sizes, with a factor in full by default."""
+    # Two square matrices of side n stand beside the 2 n m numbers of Adam's moments. Of an adapter
+    # of rank 16 on 4,096 features they are 256 times as many.
     return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))
 
 
@@ -47,9 +45,8 @@ class ShardPlaces(NamedTuple):
 
     def count(self, rank: int) -> int:
         """Return the number of elements of a rank's part."""
-        return self.extents[rank][1] * math.prod(
-            self.shape[: self.dim] + self.shape[self.dim + 1 :]
-        )
+        sizes = self.shape[: self.dim] + self.shape[self.dim + 1 :]
+        return self.extents[rank][1] * math.prod(sizes)
 
 
 class LayerFacts(NamedTuple):
@@ -81,10 +78,8 @@ class LayerFacts(NamedTuple):
     @property
     def factors(self) -> tuple[FactorFacts, FactorFacts]:
         task, placement = self.task, self.placement
-        return (
-            FactorFacts(self, "a", placement.a, task.a, task.diagonal_a),
-            FactorFacts(self, "g", placement.g, task.g, task.diagonal_g),
-        )
+        a = FactorFacts(self, "a", placement.a, task.a, task.diagonal_a)
+        return a, FactorFacts(self, "g", placement.g, task.g, task.diagonal_g)
 
     @property
     def gradient(self) -> int:
@@ -156,10 +151,9 @@ class TensorSpec(NamedTuple):
     def bytes(self, layer: LayerFacts, sides: tuple[int, int], stored: int | None) -> int:
         """Return the bytes of all blocks; ``stored`` are bytes of a number."""
         shape = self.shape_of(sides)
-        if shape is None:
-            return 0
         itemsizes = {"stored": stored or layer.itemsize, "own": layer.itemsize, "int32": 4}
-        return layer.task.blocks * math.prod(shape) * itemsizes[self.dtype]
+        numbers = 0 if shape is None else math.prod(shape)
+        return layer.task.blocks * numbers * itemsizes[self.dtype]
 
 
 OF_AVERAGES = (
@@ -171,11 +165,9 @@ OF_AVERAGES = (
 
 
 class Sizes(NamedTuple):
-    """The facts beside shapes that bytes depend on: the rule's tensors, and bytes of their numbers.
+    """The facts beside shapes that bytes depend on: the rule's tensors, and sizes of numbers."""
 
-    If the bytes of a number are ``None``, the arithmetic's apply.
-    """
-
+    # If the bytes of a number are ``None``, the arithmetic's apply.
     of_factor: tuple[TensorSpec, ...]  # a decomposition's results; gradient workers keep them
     of_gradient: tuple[TensorSpec, ...] = ()  # kept by gradient workers for each layer
     of_owner: tuple[TensorSpec, ...] = OF_AVERAGES  # kept for each factor by its owner

@@ -17,13 +17,14 @@ GIVEN_UP = 30  # likewise of a layer with an average: ten intervals of two slots
 
 
 class Schedule:
-    """The slots of a model's layers in both intervals, alike on all ranks.
+    """The slots of a model's layers, in the model's order, in both intervals, alike on all ranks.
 
-    ``layers`` are in the model's order. ``staggered`` layers gather in two slots of an interval, or
-    in more where sums are large; else all gather in one step. Frozen layers keep their places: no
-    slot may depend on flags that ranks compare only when they meet there. Steps in ``early`` gather
-    and refresh everything besides.
+    ``staggered`` layers gather in two slots of an interval, or in more where sums are large; else
+    all gather in one step. Steps in ``early`` gather and refresh everything besides.
     """
+
+    # Frozen layers keep their places: no slot may depend on flags that ranks compare only when they
+    # meet there.
 
     def __init__(
         self, layers: Sequence[LayerFacts], staggered: bool, early: Sequence[int] = ()
@@ -39,13 +40,12 @@ class Schedule:
     def at(
         self, step: int, gathering: int, interval: int, *, late: bool = False
     ) -> tuple[frozenset[str] | None, frozenset[str], int]:
-        """Return the layers whose slots to gather and to be refreshed a step is, and the next step
-        that is one.
+        """Return the layers that a step gathers and refreshes, and the next step with a slot.
 
-        None gather where the step holds no exchange; the first step refreshes all. With ``late``
-        layers, each interval has one more gathering step. It moves on by a step from interval to
-        interval, so that it meets layers that are used in a fixed rhythm.
+        None gather where the step holds no exchange; the first step refreshes all.
         """
+        # With ``late`` layers, each interval has one more gathering step. It must move on by a step
+        # from interval to interval, so that it meets layers that are used in a fixed rhythm.
         turn, place = divmod(step, gathering)
         gathers = self.refresh_slots(gathering, gathering)
         refreshes = self.refresh_slots(gathering, interval)
@@ -73,12 +73,11 @@ class Schedule:
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
-        """Return the active layers that are refreshed in each slot: in the step that gathers, if
-        the interval is not shorter than the one to gather.
-
-        Whole shapes are spread over the slots by the cost of their refreshes, the costliest first.
-        Where sums need more than two slots, a shape that costs more than a slot's share is cut.
-        """
+        """Return the active layers that are refreshed in each slot."""
+        # A refresh is in the step that gathers, if its interval is not the shorter one. Whole
+        # shapes are spread by the cost of their refreshes, the costliest first: layers of one shape
+        # gather and refresh together. Only where sums need more than two slots, a shape that costs
+        # more than a slot's share is cut.
         if (gathering, interval) in self._slots:
             return self._slots[gathering, interval]
         count = min(self._count, gathering)

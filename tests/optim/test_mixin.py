@@ -133,11 +133,6 @@ def test_a_group_must_not_be_differentiable():
             KFACSGD(params, lr=0.1, **more)
 
 
-def test_what_is_no_process_group():
-    with pytest.raises(ValueError, match=r"Invalid process_group: 'world'; .*new_group\(\).*or N"):
-        KFACSGD(network(), lr=0.1, process_group="world")
-
-
 # ---- models and parameters that do not fit ----
 
 

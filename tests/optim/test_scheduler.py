@@ -105,12 +105,6 @@ def test_the_values_reach_the_step(method):
 def test_decay_at():
     assert decay_at([40, 80], 0.5) == {40: 0.5, 80: 0.5}
     assert decay_at(range(2), 3) == {0: 3, 1: 3}
-    for milestones in (40, "40"):
-        with pytest.raises(ValueError, match=rf"Invalid milestones: {milestones!r}; .*\[40, 80\]"):
-            decay_at(milestones, 0.5)
-    for factor in ("x", None, 0, -1.0, float("nan"), True):
-        with pytest.raises(ValueError, match=f"Invalid factor: {factor!r}; .*such as 0.5"):
-            decay_at([40], factor)
 
 
 def test_each_group_from_its_own_value_also_one_that_came_later():
@@ -183,16 +177,13 @@ def test_what_is_no_schedule_is_refused():
         KFACParamScheduler(opt, kl_clip=lambda: 1.0)
     with pytest.raises(TypeError, match=r"KFACParamScheduler\(\) got .* did you mean damping\?"):
         KFACParamScheduler(opt, dampning=lambda epoch: 1.0)
+    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
+        KFACParamScheduler(opt, damping=lambda epoch: 0.5, compound=True)
     with pytest.raises(TypeError, match=r"'temperature'; help\(KFACParamScheduler\) lists"):
         KFACParamScheduler(opt, temperature=lambda epoch: 1.0)
 
 
-def test_a_factor_that_is_no_number_or_out_of_range():
-    for value in ("2", None, True):
-        for schedule in (lambda epoch, value=value: value if epoch else 1.0, {1: value}):
-            scheduler = KFACParamScheduler(optimizer(), kl_clip=schedule)
-            with pytest.raises(ValueError, match=f"Invalid kl_clip: its schedule gives {value!r}"):
-                scheduler.step()
+def test_a_factor_that_is_out_of_range():
     for name, factor in (("damping", 0.0), ("damping", -1.0), ("factor_decay", 2.0)):
         scheduler = KFACParamScheduler(optimizer(), **{name: {1: factor}})
         with pytest.raises(ValueError, match=f"Invalid {name}"):

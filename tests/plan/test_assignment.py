@@ -234,9 +234,7 @@ def test_bad_fractions_are_named_with_the_remedy(value):
 def test_an_unknown_assignment(wrong):
     with pytest.raises(ValueError, match="Invalid assignment: ") as error:
         choose(wrong)
-    texts = [f"Invalid assignment: {wrong!r}", '"layer-wise", "hybrid", "opt"']
-    if isinstance(wrong, type) and issubclass(wrong, WorkAssignment):
-        texts = [f"it must be an instance: {wrong.__name__}()"]
+    texts = [f"Invalid assignment: {wrong!r}", '"layer-wise", "hybrid", "opt"', "an instance"]
     assert all(text in str(error.value) for text in texts)
 
 
@@ -474,17 +472,16 @@ def test_an_own_place_is_followed_and_told_all():
     ("answer", "colocate", "texts"),
     [
         (None, True, ["Mine.place returned None for 2 layers", "return a list"]),
-        ([(0, 0)], True, ["Mine.place returned 1 placements for 2 layers", "one Placement(a, g)"]),
-        ([(0, 0)] * 3, True, ["Mine.place returned 3 placements for 2 layers"]),
+        ([(0, 0)], True, ["Mine.place returned [(0, 0)] for 2 layers", "one Placement(a, g)"]),
         ({"layer0": (0, 0)}, True, ["Mine.place returned {'layer0'", "return a list"]),
         ([(0, 0), 1], True, ["Mine.place put 'layer1' at 1;", "return Placement(a, g)"]),
         ([(0, 0), (1, 1, 1)], True, ["Mine.place put 'layer1' at (1, 1, 1);"]),
-        ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1' with its A on rank 4", "from 0 to 3"]),
-        ([(0, 0), (0, -1)], False, ["put 'layer1' with its G on rank -1", "from 0 to 3"]),
-        ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0' with its G on rank 1.0"]),
-        ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0' with its A on rank True"]),
+        ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1' at (4, 0); return", "from 0 to 3"]),
+        ([(0, 0), (0, -1)], False, ["put 'layer1' at (0, -1);"]),
+        ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0' at (0, 1.0);"]),
+        ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0' at (True, 0);"]),
         ([(0, 0), (0, 2)], True, ["'layer1' on ranks 0 and 2", "colocate_factors=False"]),
-        ([(0, 0), (3, 2)], False, ["'layer1' on ranks 3 and 2", "grid.workers_of(3)", "[1, 3]"]),
+        ([(0, 0), (3, 2)], False, ["'layer1' on ranks 3 and 2", "grid.workers_of(3)"]),
     ],
 )
 def test_a_wrong_placement_names_the_strategy_and_the_layer(answer, colocate, texts):
