@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import textwrap
 import weakref
 from collections import defaultdict
@@ -109,6 +110,14 @@ class KFACMixin(Optimizer):
         )
         self.base_part = step_of_base(self)
         self._stepper = self.base_part if kfac.rule.makes_directions else bases.RawStep(self)
+        world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
+        joined = distributed.is_available() and distributed.is_initialized()
+        if world not in ("", "1") and not joined:
+            agree.warn(
+                kfac.ranks,
+                f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
+                "call torch.distributed.init_process_group() before building model and optimizer",
+            )
 
     # ---- stepping ----
 
@@ -222,7 +231,9 @@ class KFACMixin(Optimizer):
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                value = value(self.preconditioner.steps if is_built else 0)
+                # As the other groups, whose values are those of the last step: a layer may have
+                # its bias in this group and its weight in another.
+                value = value(max(0, self.preconditioner.steps - 1) if is_built else 0)
             param_group[name] = options.check(name, value)
         super().add_param_group(param_group)
         self._group_schedules.append(schedules)

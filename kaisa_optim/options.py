@@ -100,6 +100,12 @@ def _patterns(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(patterns, Iterable) or not all(isinstance(p, str) for p in patterns):
         must = "it must be a pattern or a list of patterns, each searched in module and class names"
         raise invalid(name, value, must)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            why = f"{pattern!r} is no regular expression: {error}; re.escape takes a name literally"
+            raise invalid_because(name, why) from None
     return tuple(patterns)
 
 

@@ -86,6 +86,12 @@ def test_every_option_that_is_checked_has_bad_values():
     assert BAD.keys() == OPTIONS.keys() - {"process_group"}
 
 
+def test_a_pattern_that_is_no_regular_expression():
+    for value in ("[", ["0", "(2"]):
+        with pytest.raises(ValueError, match=r"Invalid skip_layers: '[\[(]2?' is no regular expr"):
+            Options(skip_layers=value)
+
+
 # ---- options that do not go together ----
 
 # A value of each option that is in use.

@@ -136,6 +136,16 @@ KFACAdam(model, lr=0.1)
         exec(code, {})
 
 
+def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
+    model = nn.Linear(3, 2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE is 4") as found:
+        KFACSGD(model, lr=0.1)
+    assert [w.filename for w in found] == [__file__]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    KFACSGD(model, lr=0.1)
+
+
 def test_cuda_graph_capture_is_refused(monkeypatch):
     model = network()
     opt = KFACSGD(model)
