@@ -334,26 +334,22 @@ class KFACMixin(Optimizer):
         load.warn(self)
 
     def _settle_load(self) -> None:
-        """Compare loaded states; momenta that only some ranks have begin anew on all."""
-        key, state = self.base_part.momentum, self.state
-
-        def momenta() -> set[Tensor]:  # asked for after a load alone
-            return {p for p in state if isinstance(state[p], dict) and key in state[p]}
-
-        uneven = self.preconditioner.settle_load(self.param_groups, momenta)
-        if uneven is None:
-            return
-        if not self.base_part.second:  # other ranks may lack the state of a layer
-            self.base_part.stepped &= self.preconditioner.groups.stepped()[0]
-        for p in [p for layer in uneven for p in layer.parameters]:
-            self.base_part.release(state[p])
-            self.base_part.stepped.discard(p)
-        if uneven:
-            names = checkpoint.abridged([repr(layer.name) for layer in uneven], between=", ")
+        """Compare what ranks have loaded; layers that only some ranks have begin anew on all."""
+        base, state = self.base_part, self.state
+        entries = [(p, entry) for p, entry in state.items() if isinstance(entry, dict)]
+        momenta = {p for p, entry in entries if base.momentum in entry}
+        anew = self.preconditioner.settle_load(self.param_groups, momenta)
+        for p in [p for layer in anew for p in layer.parameters]:
+            # On all ranks: a momentum that stayed on some would drive the weights apart.
+            if p in state:
+                base.release(state[p])
+            base.stepped.discard(p)
+        if anew:
+            names = checkpoint.abridged([repr(layer.name) for layer in anew], between=", ")
             text = (
-                f"only some ranks have loaded the momenta of {names}, which begin anew on all "
-                "ranks; call consolidate_state_dict() before a save, and load the same state on "
-                "all ranks"
+                f"ranks have loaded different parts of the state of {names}, which begin anew on "
+                "all ranks; call consolidate_state_dict() before a save, and load the same state "
+                "on all ranks"
             )
             agree.warn(self.preconditioner.ranks, text)
 
