@@ -456,7 +456,7 @@ def misreads(rank_of_it: int, spread: dict[str, Any]) -> list[str]:
     learn(model, opt, range(3))
     good = whole_state(opt)
     spoilt = copy.deepcopy(good)
-    spoilt["state"][1]["kfac_status"] = torch.ones(3)
+    spoilt["state"][1]["kfac_g_average"] = torch.ones(3)
     errors = []
 
     def refused() -> None:
@@ -486,7 +486,7 @@ def test_what_one_rank_misreads_is_raised_by_all(world, spread):
     """Until a state is loaded that all can read."""
     for i, errors in enumerate(run(world, misreads, 1, spread)):
         for error in errors:
-            assert "Invalid state_dict: " in error and "kfac_status is (3,)" in error
+            assert "Invalid state_dict: " in error and "kfac_g_average is (3,)" in error
         told = ["loading a state failed on rank 1: ValueError" in error for error in errors]
         assert told == ([False] * 4 if i == 1 else [False, True, True])
 
