@@ -17,6 +17,7 @@ from .comm.ranks import Ranks
 from .errors import invalid_because
 
 _BITS = 0xFFFFF  # twenty, so that sums of squares over 8,192 ranks are whole numbers in float64
+_REMEDY = "all ranks need the same model and options"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,6 +40,7 @@ def compare(
     error: Exception | None = None,
     doing: str = "matching model and parameters",
     told: bool = False,
+    remedy: str = _REMEDY,
 ) -> None:
     """Raise on all ranks if one of them has an error, from ``doing``, or if ``values`` differ."""
     # With ``told``, each rank has raised its own error already: one that all have would come twice.
@@ -48,7 +50,7 @@ def compare(
     if failed and not (told and failed == ranks.world):
         raise_together(ranks, error, doing)
     if not are_equal(ranks.world, total, squares):
-        raise_difference(ranks, values, what)
+        raise_difference(ranks, values, what, remedy)
 
 
 def warn(ranks: Ranks, text: str) -> None:
@@ -99,7 +101,9 @@ def raise_together(ranks: Ranks, error: Exception | None, doing: str) -> None:
     raise RuntimeError(f"K-FAC stops on all ranks, since {'; '.join(filter(None, texts))}")
 
 
-def raise_difference(ranks: Ranks, values: dict[str, Any], what: str) -> None:
+def raise_difference(
+    ranks: Ranks, values: dict[str, Any], what: str, remedy: str = _REMEDY
+) -> None:
     """Raise an error that names one value that differs, and the ranks."""
     first, *following = ranks.gather_objects(values, f"comparing {what}")
     for rank, other in enumerate(following, 1):
@@ -107,8 +111,7 @@ def raise_difference(ranks: Ranks, values: dict[str, Any], what: str) -> None:
         for name in sorted({**first, **other}, key=lambda name: name.startswith("sizes ")):
             expected, actual = first.get(name, "absent"), other.get(name, "absent")
             if repr(expected) != repr(actual):  # as in checksums, where True is not 1
-                why = f"{actual!r} on rank {rank}, {expected!r} on rank 0; all ranks need the same "
-                why += "model and options"
+                why = f"{actual!r} on rank {rank}, {expected!r} on rank 0; {remedy}"
                 if name.startswith(("layer ", "sizes ")):
                     why += "; where each rank has a part of a model, as pipeline stages are, give "
                     why += "process_group= the group of the ranks that hold the same stage"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -144,29 +144,8 @@ class BaseStep:
                 self.optimizer._published = -1, 0  # the entry lacks K-FAC's part now
 
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
-        """Return whether K-FAC keeps the momenta of such entries."""
+        """Return whether gradient workers alone keep such entries' momenta, in K-FAC's stacks."""
         return True
-
-    def spreads(self, group: Group, entry: Entry) -> bool:
-        """Return whether gradient workers alone keep the momentum, as all ranks must answer."""
-        return self.keeps(group, [])
-
-    def momenta(
-        self, ready: Collection[Tensor], applied: Collection[Tensor]
-    ) -> dict[Tensor, Tensor]:
-        """Return the momenta of ``ready`` parameters, alike on all ranks.
-
-        Of parameters that are not ``applied`` on this rank, the momenta are empty.
-        """
-        momenta: dict[Tensor, Tensor] = {}
-        for group in self.optimizer.param_groups:
-            for p in [p for p in group["params"] if p in ready]:
-                entry = self.optimizer.state[p]
-                if self.spreads(group, entry):
-                    shape = p.shape if p in applied else (0,)
-                    zeros = torch.zeros(shape, dtype=p.dtype, device=p.device)
-                    momenta[p] = entry.get(self.momentum, zeros) if p in applied else zeros
-        return momenta
 
     def release(self, entry: Entry) -> None:
         """Empty the entry of a parameter that the base is to step again: it starts anew."""
@@ -233,7 +212,7 @@ class BaseStep:
         )
 
     def _measure(self, plan: CompiledPlan) -> None:
-        """Sum over blocks what the length needs: of the buffers, and of the parameters' squares."""
+        # Sum over blocks what the length needs: of the buffers, and of the parameters' squares.
         measures, rows = self.length.measures, list[Tensor]()
         for stack in plan.stacks if measures else ():
             rows += stack.buffer.unbind()
@@ -297,7 +276,7 @@ class BaseStep:
             for group, params in zip(groups, plan.rest, strict=True):
                 group["params"] = params
             self.optimizer.base_step()
-        finally:
+        finally:  # schedules, saves and later steps go through all parameters of the groups
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
 
@@ -309,7 +288,7 @@ class RawStep(BaseStep):
     turns = measures = False
 
     def adopt(self, plan: CompiledPlan) -> None:
-        """Leave the entries to the base."""
+        """Leave the entries to the base, which could not step without its second moments."""
 
     def descend(self, plan: CompiledPlan) -> None:
         rows = [row for stack in plan.stacks for row in stack.buffer.unbind()]
@@ -325,11 +304,8 @@ class RawStep(BaseStep):
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
     def open(self, plan: CompiledPlan) -> None:
-        """Let the base make entries of parameters with a gradient, by gradients of zero."""
-        self.follow(plan)
-        for stack in plan.stacks:
-            stack.buffer.zero_()
-        self.descend(plan)
+        """Let the base make its entries, at a rate of zero."""
+        self.optimizer.base_step()
 
 
 class AdamStep(BaseStep):
@@ -469,11 +445,9 @@ class AnyStep(BaseStep):
     rated = False  # the rate is in the lengths already
 
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
-        # As a rule, the base keeps a momentum on all ranks; :meth:`_steps` finds out where not.
-        return any(MOMENTUM in entry for entry in entries)
-
-    def spreads(self, group: Group, entry: Entry) -> bool:
-        return "exp_avg" not in entry
+        # All ranks know what the base keeps: its entries are on all of them. Before its first step
+        # nobody knows, and :meth:`_steps` asks again.
+        return not any(["exp_avg" in entry for entry in entries])
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
         steps = self._steps(plan)
@@ -501,25 +475,22 @@ class AnyStep(BaseStep):
         return ahead
 
     def _steps(self, plan: CompiledPlan) -> list[Tensor]:
-        """Let the base step all parameters, and put the plan's back where they were.
-
-        Return how far the base moved these down, in stacks.
-        """
+        # Let the base step all parameters, and put the plan's back where they were. Return how far
+        # the base moved these down, in stacks.
         # Call the base once a step, for all parameters: some bases count their steps in the group,
         # and a second call for the other parameters would count twice.
         parts = parts_here(plan.parameters)
+        # Copies: the base is about to overwrite the parameters.
         former = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
         with _without_decay_of(plan, self.optimizer.param_groups):
             self.optimizer.base_step()
         if not all(plan.entries):  # the base has made new ones
             plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
-        for stack in plan.stacks:
-            pairs = zip(plan.entries[stack.at], stack.parameters, strict=True)
-            stepped = [entry for entry, p in pairs if p.grad is not None]
-            is_kept = all("exp_avg" in entry for entry in stepped)
-            if stack.mine and stack.momentum is None and not is_kept:
-                self._adopt(stack, plan.entries[stack.at])  # the base has none: K-FAC keeps them
-        parts = parts_here(plan.parameters)  # some bases replace a parameter's data
+            for stack in plan.stacks:
+                group = self.optimizer.param_groups[stack.number]
+                if not self.keeps(group, plan.entries[stack.at]):
+                    # Else K-FAC would keep, and save, a second momentum beside the base's.
+                    stack.momentum, stack.momenta, stack.fresh = None, [], []
         moved = [stack.stacked(parts[stack.at]) for stack in plan.stacks]
         for stack, tensor in zip(plan.stacks, former, strict=True):
             torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
@@ -539,10 +510,7 @@ class AnyStep(BaseStep):
 
 @contextmanager
 def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]:
-    """Let the base decay all parameters but the plan's.
-
-    While the base steps, the plan's parameters may stand in groups of their own at the end.
-    """
+    # Let the base decay all parameters but the plan's, in groups of their own at the end.
     count, changed = len(groups), []
     try:
         for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
@@ -550,24 +518,18 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
             if not (group.get("weight_decay") and directed):
                 continue
             changed.append((group, group["params"], group["weight_decay"]))
-            if all(p.grad is None for p in decayed):
-                group["weight_decay"] = 0.0
-                continue
-            # Copy the values: a count may be a tensor, which both groups would move on.
-            values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
-            groups.append({**values, "params": directed, "weight_decay": 0.0})
-            group["params"] = decayed
+            # The plan's parameters stay in the group itself: some bases estimate a rate there, of
+            # gradients, and would estimate it of nothing. Without gradients, no group is needed.
+            if any(p.grad is not None for p in decayed):
+                # Copy the values: a count may be a tensor, which both groups would move on.
+                values = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+                groups.append({**values, "params": decayed})
+            group["params"], group["weight_decay"] = directed, 0.0
         yield
     finally:
         del groups[count:]
         for group, params, decay in changed:
             group["params"], group["weight_decay"] = params, decay
-
-
-def lacks_second(base: BaseStep | type[BaseStep], entry: Any) -> bool:
-    """Return whether an entry is as K-FAC leaves it, so that the base can't step by it."""
-    # Some bases keep other values than entries.
-    return bool(base.second and entry and isinstance(entry, dict) and base.second not in entry)
 
 
 def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:

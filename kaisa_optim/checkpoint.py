@@ -3,7 +3,7 @@
 State in other places gets lost: torch.distributed.checkpoint keeps only the entries of parameters.
 It loads into them in place, so that names and shapes must be the same in every step.
 
-A state that is loaded may be of the optimizer's class, of its base's, or of an older version.
+A state that is loaded may be of the optimizer's class or of its base's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from . import agree
 from .comm.ranks import GatherItem
 from .curvature.group import specs_of, stack_key
 from .curvature.lengths import SQUARE_SUM
-from .curvature.rules import RULES
-from .errors import invalid_because, is_real
+from .errors import invalid_because
 from .layers import Layer
 from .model import unwrapped
 from .options import GROUP_KEYS
@@ -32,14 +31,6 @@ if TYPE_CHECKING:
 
 PREFIX = "kfac_"
 STEP = f"{PREFIX}step"
-# Names of a layer's tensors, of any rule.
-_NAMES = {"status", *(x.name for rule in RULES for x in rule.sizes.of_gradient)}
-_NAMES |= {
-    f"{side}_{x.name}"
-    for rule in RULES
-    for x in (*rule.sizes.of_owner, *rule.sizes.of_factor)
-    for side in "ag"
-}
 _SCALE_FREE = 5  # in a convention: G has no scale, and the base's momenta are of raw gradients
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -59,9 +50,6 @@ class SavedFlags(NamedTuple):
     @property
     def covers(self) -> tuple[bool, bool]:
         return bool(self.weight), bool(self.bias)
-
-
-_STATUS_SHAPE = (len(SavedFlags._fields),)
 
 
 # ---- in the live state ----
@@ -137,7 +125,7 @@ def take_entries(state: Any) -> Entries:
 
 
 def _convention(kfac: Preconditioner) -> int:
-    """Return a code of the factors' meaning; factors of another convention do not fit here."""
+    # A code of the factors' meaning; factors of another convention do not fit here.
     o = kfac.options
     scale = 4 * o.kaisa_scaling + (o.loss_reduction == "sum")
     return (_SCALE_FREE if kfac.rule.scale_free else scale) + 2 * (o.weight_sharing == "reduce")
@@ -172,7 +160,9 @@ def consolidate(
 
 
 def _tensors(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, GatherItem]]:
-    """Yield a layer's tensors on all ranks, with the rank that sends each: the factor's owner."""
+    # Yield a layer's tensors on all ranks, with the rank that sends each: the factor's owner.
+    # Nothing here may follow from what this rank keeps, except for the tensor itself: ranks pair
+    # the tensors that they send and receive by their order.
     group, sizes = kfac.groups.of.get(layer), kfac.groups.sizes
     views = {} if group is None else dict(group.views(layer))  # a frozen layer has no group
     average, stored = kfac.options.factor_dtype, kfac.rule.dtype
@@ -256,64 +246,115 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
 
 
 class Load:
-    """One call of ``load_state_dict``: the given state, and the outcome of the load."""
+    """One state that is loaded: K-FAC's part of it, and the layers that begin anew."""
 
-    def __init__(self, optimizer: KFACMixin) -> None:
-        self._kfac = optimizer.preconditioner
-        self.entries: Entries = {}  # K-FAC's part of the state
-        self.anew: list[str] = []  # layers whose factors are missing, or do not fit
-        self._fresh = False  # the state was taken before any step, so that nothing is missing
+    def __init__(self, kfac: Preconditioner, entries: Entries) -> None:
+        self._kfac, self.entries = kfac, entries
+        self.is_fresh = False  # the state was taken before any step, so that nothing is missing
+        self.foreign: list[Layer] = []  # layers whose saved moments mean nothing here
+        self._saved: dict[Layer, tuple[dict[str, Tensor], SavedFlags]] = {}  # factors that fit here
+        self._anew: list[str] = []  # layers whose factors are missing, or do not fit
+        names = [key for entry in entries.values() for key in entry]
+        # One number a block took the place of second moments, which this base reads.
+        replaced = any(name.endswith(SQUARE_SUM.name) for name in names)
+        lacks_second = replaced and SQUARE_SUM not in kfac.groups.sizes.of_gradient
+        for layer in kfac.registry.layers.values():
+            key = f"{PREFIX}{layer.tag}status"
+            # The bias's entry has the tensors of a layer whose weight was frozen.
+            parts = [entries.get(p, {}) for p in (layer.weight, layer.bias) if p is not None]
+            entry = next((entry for entry in parts if key in entry), None)
+            if entry is None:
+                continue
+            # The plain base keeps them as floats, since torch casts what it loads.
+            flags = SavedFlags(*map(int, entry[key].tolist()))
+            # Moments are of preconditioned gradients, or with a rule without a scale of raw ones.
+            scale_free = flags.convention & _SCALE_FREE == _SCALE_FREE
+            if lacks_second or scale_free != kfac.rule.scale_free:
+                self.foreign.append(layer)
+            same = flags.convention == _convention(kfac)
+            pairs = zip(layer.trained, flags.covers, strict=True)
+            known = any(flags.covers) and all(trained or not saved for trained, saved in pairs)
+            # A wholly frozen layer takes the saved covers, too: it keeps its factors until it
+            # trains again, as in the saved run.
+            if same and known and layer.covers_now() in (flags.covers, (False, False)):
+                self._saved[layer] = entry, flags
 
-    def separate(self, optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Return the base's part of a state, with K-FAC's keys of its groups.
+    def check(self) -> None:
+        """Refuse factors that fit no layer, and state that would spoil the weights."""
+        kfac, problems = self._kfac, list[str]()
+        covered = {p for x in kfac.registry.layers.values() for p in (x.weight, x.bias)}
+        for name, p in unwrapped(kfac.model).named_parameters():
+            if p not in covered and self.entries.get(p, {}).keys() - {STEP}:
+                problems.append(f"{name} of shape {tuple(p.shape)} has factors, but no layer")
+        for layer, (entry, flags) in self._saved.items():
+            before = layer.covers
+            layer.cover(flags.covers)  # which the sizes of its tensors follow
+            for spec, item in _tensors(kfac, layer):
+                _, name = item.key
+                tensor = entry.get(name)
+                if tensor is not None and tensor.shape != item.shape:
+                    shapes = f"{tuple(tensor.shape)}, the model needs {item.shape}"
+                    problems.append(f"{layer.name}: {name} is {shapes}")
+                elif tensor is not None and flags.state:
+                    faults = kfac.rule.faults(spec, tensor)
+                    problems += [f"{layer.name}: {name} is {fault}" for fault in faults]
+            # A state that is refused must change nothing, and so must these checks.
+            layer.cover(before)
+        if problems:
+            why = (
+                "its K-FAC factors do not fit the model's layers; load it into a model with the "
+                "same layers and options, or remove its kfac_ entries:\n  "
+            )
+            raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
 
-        ``Optimizer.load_state_dict`` would cast K-FAC's tensors to the parameters' dtype.
-        """
-        check_form(loaded)
-        groups, saved_groups = optimizer.param_groups, loaded["param_groups"]
-        saved = [i for group in saved_groups for i in group["params"]]
-        parameters = [p for group in groups for p in group["params"]]
-        by_index = dict(zip(saved, parameters, strict=False))
-        state = dict(loaded["state"])
-        taken = take_entries(state)
-        self.entries = {by_index[i]: entry for i, entry in taken.items() if i in by_index}
-        _check_contents(self._kfac, self.entries, [str(key) for key in loaded])
-        of_base = any("damping" not in group for group in saved_groups)
-        self._fresh = not (of_base or state or any(self.entries.values()))
-        layers = foreign_moments(self._kfac, self.entries)
-        foreign = {p for x in layers for p in (x.weight, x.bias) if p is not None}
-        state = {i: entry for i, entry in state.items() if by_index.get(i) not in foreign}
-        # A base optimizer's groups lack K-FAC's keys: these stay as they are in this optimizer.
-        # Another method's groups may have more of them, which must not appear here.
-        merged = list(saved_groups)
-        for i, (former, group) in enumerate(zip(saved_groups, groups, strict=False)):
-            present = {key: group[key] for key in GROUP_KEYS if key in group}
-            known = {k: v for k, v in former.items() if k in present or k not in GROUP_KEYS}
-            merged[i] = present | known
-        return {**loaded, "state": state, "param_groups": merged}
+    def restore(self) -> None:
+        """Continue from the saved tensors, and note the layers whose factors start anew."""
+        kfac, registry = self._kfac, self._kfac.registry
+        kfac.discard()
+        for layer, (_, flags) in self._saved.items():
+            layer.cover(flags.covers)
+        # Reset all layers before room is made: layers with an average would keep their values, and
+        # what the loaded state lacks would be left over from another run.
+        for state in registry.states.values():
+            state.reset()
+            state.failures = state.refreshes = 0
+            state.refreshed = state.before = -1
+        kfac.allocate()
+        for layer in registry.active:
+            state, absent = registry.states[layer.name], set[str]()
+            entry, flags = self._saved.get(layer, ({}, SavedFlags()))
+            for spec, item in _tensors(kfac, layer) if entry else ():
+                _, name = item.key
+                if item.tensor is None:
+                    continue  # another rank keeps it
+                if name in entry:
+                    # Copy: steps read whole stacks, and would not see a tensor put beside them.
+                    item.tensor.copy_(entry[name])
+                else:
+                    absent.add(spec.if_absent)
+            if not entry or STARTS_ANEW in absent:
+                self._anew.append(layer.name)
+                continue
+            state.has_average, state.missed = bool(flags.averages), flags.averages // 2
+            state.has_state = bool(flags.state) and IS_REFRESHED not in absent
+            state.failures = flags.failures
+        steps = [int(entry[STEP]) for entry in self.entries.values() if STEP in entry]
+        kfac.resume(max(steps, default=0))
 
-    def warn(self, optimizer: KFACMixin) -> None:
+    def warn(self) -> None:
         """Warn of layers whose factors or momenta start anew."""
-        kfac, base, registry = self._kfac, optimizer.base_part, self._kfac.registry
-        anew = [layer.name for layer in foreign_moments(kfac, self.entries)]
-        _, with_momenta = kfac.groups.stepped()
-        for layer in registry.with_state:
-            weight = layer.parameters[0]
-            entry = optimizer.state.get(weight, {})
-            group = optimizer.param_groups[registry.group_of[weight]]
-            keeps = weight in with_momenta and base.keeps(group, [entry])
-            if keeps and base.momentum not in entry and layer.name not in anew:
-                anew.append(layer.name)
-        if anew:
+        kfac = self._kfac
+        if self.foreign:
+            names = ", ".join([repr(layer.name) for layer in self.foreign])
             warnings.warn(
-                f"this state lacks the momenta of {', '.join(map(repr, anew))}, or has those of "
-                "another compute_method or base, so these momenta start at zero; to continue a "
-                "run, build the optimizer like the saved one, and on several ranks call "
-                "consolidate_state_dict() before a save",
+                f"this state lacks the momenta of {names}, or has those of another compute_method "
+                "or base, so these momenta start at zero; to continue a run, build the optimizer "
+                "like the saved one, and on several ranks call consolidate_state_dict() before a "
+                "save",
                 stacklevel=3,
             )
-        if self.anew and not self._fresh:
-            names = ", ".join(map(repr, self.anew))
+        if self._anew and not self.is_fresh:
+            names = ", ".join(map(repr, self._anew))
             if not kfac.status.alone:
                 names += f", which rank {kfac.ranks.rank} keeps (was it saved without "
                 names += "consolidate_state_dict()?)"
@@ -324,143 +365,37 @@ class Load:
             )
 
 
-def _saved(layer: Layer, entries: Entries) -> tuple[dict[str, Tensor], SavedFlags]:
-    """Return the entry with a layer's tensors, and its flags; without flags, all is empty."""
-    for p in (layer.weight, layer.bias):  # the bias's entry has the tensors of a frozen weight
-        entry = {} if p is None else entries.get(p, {})
-        status = entry.get(f"{PREFIX}{layer.tag}status")
-        if status is not None:
-            # The plain base keeps them as floats, since torch casts what it loads.
-            return entry, SavedFlags(*map(int, status.tolist()))
-    return {}, SavedFlags()
-
-
-def foreign_moments(kfac: Preconditioner, entries: Entries) -> list[Layer]:
-    """Return layers whose saved moments mean nothing here.
-
-    They are of preconditioned gradients, and K-FAC's now of raw ones, or the other way round; or
-    one number a block took the place of second moments that the base reads.
-    """
-    names = [key for entry in entries.values() for key in entry]
-    replaced = any(name.endswith(SQUARE_SUM.name) for name in names)
-    lacks_second = replaced and SQUARE_SUM not in kfac.groups.sizes.of_gradient
-    foreign = []
-    for layer in kfac.registry.layers.values():
-        entry, flags = _saved(layer, entries)
-        scale_free = flags.convention & _SCALE_FREE == _SCALE_FREE
-        if entry and (lacks_second or scale_free != kfac.rule.scale_free):
-            foreign.append(layer)
-    return foreign
-
-
-def _check_contents(kfac: Preconditioner, entries: Entries, keys: Sequence[str]) -> None:
-    # ``keys`` are those of the whole state.
-    named = unwrapped(kfac.model).named_parameters()
-    names: dict[Tensor, str] = {p: name for name, p in named}
-    layers_of: dict[Tensor | None, list[Layer]] = {}
-    for layer in kfac.registry.layers.values():
-        for part in (layer.weight, layer.bias):
-            layers_of.setdefault(part, []).append(layer)
-    problems = [f"{key} is unknown" for key in keys if key.startswith(PREFIX)]
-    for p, entry in entries.items():
-        title, known = names.get(p, "a parameter"), {STEP}
-        for key, value in entry.items():
-            # A count may be a plain number.
-            if not isinstance(value, Tensor) and not (key == STEP and is_real(value)):
-                problems.append(f"{title}: {key} is a {type(value).__name__}, no tensor")
-            elif key == STEP and int(value) < 0:
-                problems.append(f"{title}: {STEP} is {int(value)}, it must be 0 or more")
-        for layer in layers_of.get(p, []):
-            known.update(f"{PREFIX}{layer.tag}{name}" for name in _NAMES)
-            status = f"{PREFIX}{layer.tag}status"
-            shape = getattr(entry.get(status), "shape", _STATUS_SHAPE)
-            if shape != _STATUS_SHAPE:
-                must = f"{tuple(shape)}, it must be {_STATUS_SHAPE}"
-                problems.append(f"{layer.name}: {status} is {must}")
-        unknown = sorted(entry.keys() - known)
-        if p in layers_of:
-            problems += [f"{title}: {key} is unknown" for key in unknown]
-        elif unknown:
-            problems.append(f"{title} of shape {tuple(p.shape)} has factors, but no layer")
-    for layer in () if problems else kfac.registry.layers.values():
-        before = layer.covers
-        entry, flags = _cover_as_saved(kfac, layer, entries)
-        for spec, item in _tensors(kfac, layer) if entry else ():
-            _, name = item.key
-            tensor = entry.get(name)
-            if tensor is not None and tensor.shape != item.shape:
-                shapes = f"{tuple(tensor.shape)}, the model needs {item.shape}"
-                problems.append(f"{layer.name}: {name} is {shapes}")
-            elif tensor is not None and flags.state:
-                faults = kfac.rule.faults(spec, tensor)
-                problems += [f"{layer.name}: {name} is {fault}" for fault in faults]
-        # A state that is refused must change nothing, and so must these checks.
-        layer.cover(before)
-    if problems:
-        why = (
-            "its K-FAC factors do not fit the model's layers; load it into a model with the same "
-            "layers and options, or remove its kfac_ entries:\n  "
-        )
-        raise invalid_because("state_dict", why + abridged(problems, 20, "\n  "))
-
-
-def _cover_as_saved(
-    kfac: Preconditioner, layer: Layer, entries: Entries
-) -> tuple[dict[str, Tensor], SavedFlags]:
-    """Give a layer the saved covers, if possible; return its entry and its flags.
-
-    Both are empty unless the factors are of the same parameters and the same convention.
-    """
-    entry, flags = _saved(layer, entries)
-    pairs = zip(layer.trained, flags.covers, strict=True)
-    known = all(trained or not saved for trained, saved in pairs)
-    # A wholly frozen layer takes the saved covers, too: it keeps its factors until it trains again,
-    # as in the saved run.
-    if any(flags.covers) and known and layer.covers_now() in (flags.covers, (False, False)):
-        layer.cover(flags.covers)
-    same = flags.convention == _convention(kfac)
-    if same and any(flags.covers) and flags.covers == layer.covers:
-        return entry, flags
-    return {}, SavedFlags()
-
-
-def restore(kfac: Preconditioner, entries: Entries) -> list[str]:
-    """Continue from loaded tensors; return the names of layers whose factors start anew."""
-    registry, anew = kfac.registry, []
-    kfac.discard()
-    fitting = {x: _cover_as_saved(kfac, x, entries) for x in registry.layers.values()}
-    # Reset all layers before room is made: layers with an average would keep their values, and
-    # what the loaded state lacks would be left over from another run.
-    for state in registry.states.values():
-        state.reset()
-    kfac.allocate()
-    for layer in registry.active:
-        state, (entry, flags) = registry.states[layer.name], fitting[layer]
-        state.failures = state.refreshes = 0
-        state.refreshed = state.before = -1
-        is_complete = fits = bool(entry)
-        for spec, item in _tensors(kfac, layer) if fits else ():
-            _, name = item.key
-            if item.tensor is None:
-                continue  # another rank keeps it
-            if name in entry:
-                item.tensor.copy_(entry[name])
-            elif spec.if_absent == STARTS_ANEW:
-                fits = False
-            elif spec.if_absent == IS_REFRESHED:
-                is_complete = False
-        if fits:
-            state.has_average, state.missed = bool(flags.averages), flags.averages // 2
-            state.has_state = bool(flags.state) and is_complete
-            state.failures = flags.failures
-        else:
-            anew.append(layer.name)
-    steps = [int(e[STEP]) for e in entries.values() if STEP in e]
-    kfac.resume(max(steps, default=0))
-    return anew
-
-
 # ---- the base's part ----
+
+
+def separate(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+    """Return the base's part of a state, with K-FAC's keys of its groups; the load has K-FAC's.
+
+    ``Optimizer.load_state_dict`` would cast K-FAC's tensors to the parameters' dtype.
+    """
+    check_form(loaded)
+    groups, saved_groups = optimizer.param_groups, loaded["param_groups"]
+    saved = [i for group in saved_groups for i in group["params"]]
+    parameters = [p for group in groups for p in group["params"]]
+    # Torch itself refuses other counts of parameters later, and its text tells more.
+    by_index = dict(zip(saved, parameters, strict=False))
+    state = dict(loaded["state"])
+    taken = take_entries(state)
+    entries = {by_index[i]: entry for i, entry in taken.items() if i in by_index}
+    load = optimizer._loaded = Load(optimizer.preconditioner, entries)
+    load.check()
+    of_base = any("damping" not in group for group in saved_groups)
+    load.is_fresh = not (of_base or state or any(entries.values()))
+    foreign = {p for layer in load.foreign for p in layer.trainable}
+    state = {i: entry for i, entry in state.items() if by_index.get(i) not in foreign}
+    # A base optimizer's groups lack K-FAC's keys: these stay as they are in this optimizer.
+    # Another method's groups may have more of them, which must not appear here.
+    merged = list(saved_groups)
+    for i, (former, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        present = {key: group[key] for key in GROUP_KEYS if key in group}
+        known = {k: v for k, v in former.items() if k in present or k not in GROUP_KEYS}
+        merged[i] = present | known
+    return {**loaded, "state": state, "param_groups": merged}
 
 
 def set_base_state(
@@ -482,9 +417,8 @@ def set_base_state(
     names = [k for k in read if any(k in old and k not in new for new, old in pairs)]
     if failed is None and not names:
         return
+    # The base has set the state already: without this, a refused state would be in force.
     optimizer.__dict__.update(before)
-    if failed is not None and not names and not isinstance(failed, KeyError):
-        raise failed
     lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
     why = (
         f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
@@ -505,6 +439,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     seconds: dict[Tensor, Tensor] = {}
     replaces = SQUARE_SUM in kfac.groups.sizes.of_gradient
     for layer in registry.with_state if replaces else ():
+        # The number is a sum over the block's entries, and the base reads a mean in each entry.
         total = entries[layer.parameters[0]][f"{PREFIX}{layer.tag}{SQUARE_SUM.name}"]
         for p in layer.parameters:
             seconds.setdefault(p, torch.zeros(p.shape, dtype=total.dtype))

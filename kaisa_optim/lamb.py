@@ -126,7 +126,7 @@ class LAMB(Optimizer):
             _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
-        if len(sharded) > 1:
+        if len(sharded) > 1:  # a refused group must leave no trace
             self.param_groups.pop()
             why = (
                 "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
@@ -140,6 +140,7 @@ class LAMB(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # Look for the kernel again: this machine may lack it.
         self._kernel = _find_kernel(self.backend)
         for group in self.param_groups:  # apex's checkpoints lack these
             for key in ("adam_w_mode", "use_nvlamb", "maximize"):
@@ -188,6 +189,7 @@ class LAMB(Optimizer):
         for group, batch in zip(self.param_groups, batches, strict=True):
             if batch[0]:
                 group["step"] = group.get("step", 0) + 1
+                # With the norm over all groups, also where a group has a limit of its own.
                 self._step_group(group, batch, grad_norm)
         return loss
 
@@ -231,11 +233,13 @@ class LAMB(Optimizer):
                 g = _clipped(g, norm, limit)
             if decay != 0 and not decoupled:
                 g = torch._foreach_add(g, p, alpha=decay)
+            # Not as a lerp, whose last bits are other ones than apex's.
             torch._foreach_mul_(m, beta1)
             torch._foreach_add_(m, g, alpha=1 - beta1 if averaging else 1)
             torch._foreach_mul_(v, beta2)
             torch._foreach_addcmul_(v, g, g, 1 - beta2)
             denominator = torch._foreach_div(v, 1 - beta2**step if correction else 1)
+            # eps comes after the root, as in apex: under the root, its own root would count.
             torch._foreach_sqrt_(denominator)
             torch._foreach_add_(denominator, eps)
             update = torch._foreach_div(m, 1 - beta1**step if correction else 1)
@@ -298,10 +302,8 @@ def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor
 
 
 def _apex_objection(lr: float | Tensor, *lists: list[Tensor]) -> str | None:
-    """Return why apex's kernel cannot take these tensors of one device and dtype, or None.
-
-    ``lists`` are of parameters, gradients and both moments.
-    """
+    # Return why apex's kernel cannot take these tensors of one device and dtype, or None. The lists
+    # are of parameters, gradients and both moments.
     params = lists[0]
     device, dtype = params[0].device, params[0].dtype
     if isinstance(lr, Tensor):
@@ -366,7 +368,8 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
-    """Yield the lists again, split into parts of one device and one dtype."""
+    # Yield the lists again, split into parts of one device and one dtype: foreach operations take
+    # mixed lists tensor by tensor, without a word.
     groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
     return (bucket for bucket, _ in groups.values())
 

@@ -36,6 +36,7 @@ class KFACMixin(Optimizer):
     """K-FAC before the base class's step; ``with_kfac`` and the family are made with it."""
 
     _base: type[Optimizer]
+    _loaded: checkpoint.Load  # during a call of load_state_dict
 
     def __init__(
         self,
@@ -303,12 +304,20 @@ class KFACMixin(Optimizer):
 
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
-        kfac = self.preconditioner
-        registry, (ready, stored) = kfac.registry, kfac.groups.stepped()
+        kfac, base, momenta = self.preconditioner, self.base_part, dict[Tensor, Tensor]()
+        stepped, stored = kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
-        sharded = {p for layer in registry.sharded for p in layer.parameters}
-        begun = {p for p in ready - sharded if checkpoint.STEP in self.state.get(p, {})}
-        return self.base_part.momenta(begun, stored)
+        sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p in stepped and p not in sharded]:
+                entry = self.state.get(p, {})
+                # All ranks must answer alike, so nothing here may follow from what this rank keeps.
+                if checkpoint.STEP not in entry or not base.keeps(group, [entry]):
+                    continue
+                shape = p.shape if p in stored else (0,)
+                zeros = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                momenta[p] = entry.get(base.momentum, zeros) if p in stored else zeros
+        return momenta
 
     def base_state_dict(self) -> dict[str, Any]:
         """Return a state that a plain optimizer of the base class loads, without K-FAC's part.
@@ -329,42 +338,37 @@ class KFACMixin(Optimizer):
         On several ranks, all must load a state. If one rank refuses its state, and goes on beside
         ranks that have loaded a state, all ranks raise the error in the next step.
         """
-        load = checkpoint.Load(self)
         # Run after the user's own hooks, which may change the state, and for this call only.
-        handle = self.register_load_state_dict_pre_hook(load.separate)
-        self._loaded = load
+        handle = self.register_load_state_dict_pre_hook(checkpoint.separate)
         try:
             checkpoint.check_form(state_dict, keys=())  # hooks may still add the keys
             super().load_state_dict(state_dict)
+            load = self._loaded
         except Exception as error:
             self.preconditioner.unsettled = [error]  # told to other ranks in the next step
             raise
         finally:
             handle.remove()
-            del self._loaded
-        load.warn(self)
+            self.__dict__.pop("_loaded", None)
+        load.warn()
 
     def _settle_load(self) -> None:
-        """Compare loaded states; momenta that only some ranks have begin anew on all."""
-        key, state = self.base_part.momentum, self.state
-
-        def momenta() -> set[Tensor]:  # asked for after a load alone
-            return {p for p in state if isinstance(state[p], dict) and key in state[p]}
-
-        uneven = self.preconditioner.settle_load(self.param_groups, momenta)
-        if uneven is None:
-            return
-        if not self.base_part.second:  # other ranks may lack the state of a layer
-            self.base_part.stepped &= self.preconditioner.groups.stepped()[0]
-        for p in [p for layer in uneven for p in layer.parameters]:
-            self.base_part.release(state[p])
-            self.base_part.stepped.discard(p)
-        if uneven:
-            names = checkpoint.abridged([repr(layer.name) for layer in uneven], between=", ")
+        """Compare what ranks have loaded; layers that only some ranks have begin anew on all."""
+        base, state = self.base_part, self.state
+        entries = [(p, entry) for p, entry in state.items() if isinstance(entry, dict)]
+        momenta = {p for p, entry in entries if base.momentum in entry}
+        anew = self.preconditioner.settle_load(self.param_groups, momenta)
+        for p in [p for layer in anew for p in layer.parameters]:
+            # On all ranks: a momentum that stayed on some would drive the weights apart.
+            if p in state:
+                base.release(state[p])
+            base.stepped.discard(p)
+        if anew:
+            names = checkpoint.abridged([repr(layer.name) for layer in anew], between=", ")
             text = (
-                f"only some ranks have loaded the momenta of {names}, which begin anew on all "
-                "ranks; call consolidate_state_dict() before a save, and load the same state on "
-                "all ranks"
+                f"ranks have loaded different parts of the state of {names}, which begin anew on "
+                "all ranks; call consolidate_state_dict() before a save, and load the same state "
+                "on all ranks"
             )
             agree.warn(self.preconditioner.ranks, text)
 
@@ -392,8 +396,8 @@ class KFACMixin(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
-            load = self.__dict__.get("_loaded") or checkpoint.Load(self)
-            load.anew = self._resume(load.entries)
+            load = self.__dict__.get("_loaded")
+            self._resume(load or checkpoint.Load(self.preconditioner, {}))
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])
@@ -401,22 +405,22 @@ class KFACMixin(Optimizer):
         known = [p for group in self.param_groups for p in group["params"]]
         # One rank alone may make a copy: a comparison would wait for the others without end.
         self._start(known, compare=False)
-        self._resume(entries)
+        self._resume(checkpoint.Load(self.preconditioner, entries))
 
-    def _resume(self, entries: checkpoint.Entries) -> list[str]:
+    def _resume(self, load: checkpoint.Load) -> None:
         self._consolidated = None
-        # The base begins these anew, if it is to step them: a layer's factors may be missing.
+        # The base begins entries anew that K-FAC left without second moments, if it is to step
+        # their parameters: a layer's factors may be missing. Some bases keep other values there.
         base = self.base_part
-        base.stepped = {p for p, entry in self.state.items() if bases.lacks_second(base, entry)}
-        anew = checkpoint.restore(self.preconditioner, entries)
+        entries = [(p, x) for p, x in self.state.items() if base.second and isinstance(x, dict)]
+        base.stepped = {p for p, entry in entries if entry and base.second not in entry}
+        load.restore()
         if not base.second:  # only gradient workers have these momenta
             base.stepped |= self.preconditioner.groups.stepped()[0]
-        loaded = {p for p, entry in entries.items() if entry}
+        loaded = {p for p, entry in load.entries.items() if entry}
         # The base begins these anew, by an entry that is absent.
-        foreign = checkpoint.foreign_moments(self.preconditioner, entries)
-        loaded.difference_update(p for layer in foreign for p in layer.parameters)
+        loaded.difference_update(p for layer in load.foreign for p in layer.trainable)
         checkpoint.publish(self.preconditioner, self.state, only=loaded)
-        return anew
 
 
 # ---- the family ----

@@ -532,65 +532,52 @@ class Preconditioner(Answers):
         self.status.graded.clear()
         self._aim()
 
-    def settle_load(
-        self, groups: list[ParamGroup], momenta: Callable[[], Collection[Tensor]]
-    ) -> list[Layer] | None:
-        """Compare loaded states; return the layers whose ``momenta`` only some ranks have.
+    def settle_load(self, groups: list[ParamGroup], momenta: Collection[Tensor]) -> list[Layer]:
+        """Compare loaded states; return layers that only some ranks have, which begin anew.
 
-        Return None if there is nothing to compare.
+        ``momenta`` are the parameters whose momenta this rank has. All other differences raise.
         """
         if self.status.alone or not self.unsettled:
             self.unsettled = []
-            return None
+            return []
         (refused,) = self.unsettled
         # Ranks that have loaded nothing join this exchange: if only some have loaded, all raise.
         report = self._report(self._common(groups))
         total = self.status.exchange(self.capture, report, self.steps, loads=True)
-        # Owners tell what a save had still to tell. Not in the exchange before: there, a rank that
-        # has not loaded must send as many numbers.
-        for state in self.registry.states.values():
+        states, (stepped, stored) = self.registry.states, self.groups.stepped()
+        parts: dict[str, list[bool | None]] = {}
+        for layer in self.layers.values():
+            state = states[layer.name]
+            # Owners tell what a save had still to tell. Not in the exchange before: there, a rank
+            # that has not loaded must send as many numbers.
             state.deferred = True
-        uneven = self._settle_layers(momenta())
+            parts[layer.name] = [state.has_average, state.has_state]
+            for p in layer.parameters:
+                # A rank that only receives directions keeps no momentum, and has no say.
+                receives = p in stepped and p not in stored
+                parts[layer.name].append(None if receives else p in momenta)
+        of_ranks = self.ranks.gather_objects(parts, "agreeing on a loaded state")
+        anew: list[Layer] = []
+        for layer in self.layers.values():
+            columns = zip(*[parts[layer.name] for parts in of_ranks], strict=False)
+            if any([len({*column} - {None}) > 1 for column in columns]):
+                anew.append(layer)
+                states[layer.name].failures = 0
+                # The ranks that lack a layer have gathered it since, alone: K has their terms.
+                self.sums.drop(layer)
+        self._forget(anew)
         values = self._common(groups) | self.options.described()
-        agree.compare(self.ranks, values, "loaded states", refused, "loading a state", told=True)
+        values |= {
+            f"missed slots, failures of {n!r}": (x.missed, x.failures) for n, x in states.items()
+        }
+        must = "call consolidate_state_dict() before a save, and load the same state on all ranks"
+        doing = "loading a state"
+        agree.compare(self.ranks, values, "loaded states", refused, doing, told=True, remedy=must)
         self.unsettled = []  # not before: an error above leaves the load unsettled
         self.rule.half_products = not total.lacks_half_products
         self.hyperparameters.take_intervals(self.steps)
         self._aim()
-        return uneven
-
-    def _settle_layers(self, momenta: Collection[Tensor]) -> list[Layer]:
-        # Agree on what ranks have loaded: layers that some rank lacks begin anew on all ranks.
-        layers, states, world = [*self.layers.values()], self.registry.states, self.ranks.world
-        rows = []
-        for layer in layers:
-            state, has_momentum = states[layer.name], any(p in momenta for p in layer.parameters)
-            flags = [*layer.covers, state.has_average, state.has_state, has_momentum]
-            rows.append([*flags, state.failures, state.missed, state.missed**2])
-        numbers = torch.tensor(rows, dtype=torch.float64, device="cpu")
-        totals = self.ranks.sum_numbers(numbers.flatten(), "agreeing on a loaded state")
-        absent, uneven = list[Layer](), list[Layer]()
-        for layer, row in zip(layers, totals.view(len(layers), -1).tolist(), strict=True):
-            *covers, averages, with_state, with_momentum, failures, missed, squares = row
-            if any(0 < count < world for count in covers):  # saved factors of other parameters
-                layer.cover(layer.covers_now())
-                averages = with_state = missed = squares = 0.0
-            state, is_absent = states[layer.name], averages < world
-            if 0 < with_momentum < world and with_state < world:
-                uneven.append(layer)  # gradient workers would begin with other momenta
-                is_absent = True
-            # Only some ranks have gathered since: K has their terms.
-            is_alike = agree.are_equal(world, missed, squares)
-            if not is_alike or (is_absent and averages):
-                self.sums.drop(layer)
-            if is_absent:
-                absent.append(layer)
-            else:
-                state.has_state = state.has_state and with_state == world
-                state.missed = state.missed if is_alike else 1
-            state.failures = round(failures / world)
-        self._forget(absent)
-        return uneven
+        return anew
 
 
 def make_rule(options: Options, length: Length) -> Rule:

@@ -220,6 +220,3 @@ class PolarRule(Rule):
         white = products.between(left, gradients, right.mT if a.dim() == 3 else right)
         orthogonal = products.orthogonalized(white, in_half=group.in_half)
         return products.softened(orthogonal, left, right, _KEPT).to(gradients.dtype)
-
-
-RULES: tuple[type[Rule], ...] = (PolarRule, EigenRule, StoredProductRule, CholeskyRule)

@@ -115,7 +115,7 @@ def _state(
     for group in optimizer.param_groups:
         for p in group["params"]:
             entry = dict(base.state.get(twin_of[p], {}))
-            if p in stepped and part.spreads(group, entry):
+            if p in stepped and part.keeps(group, [entry]):
                 size = entry.pop(part.momentum).nbytes
                 momenta.append(Momentum(tuple(stepped[p]), size))
             everywhere += sum(x.nbytes for x in entry.values() if isinstance(x, Tensor))
