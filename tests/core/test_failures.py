@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -22,9 +22,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam, Layer, compiled, exchange, register_layer
+from kaisa_optim import KFACSGD, KFACAdam, compiled, exchange
 from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm import ranks as comm_ranks
+from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import products
 from kaisa_optim.preconditioner import Preconditioner
 from tests.support.cluster import average, weights
@@ -178,39 +179,17 @@ def test_numbers_that_are_not_finite_on_one_rank_change_all_alike(strategy: str,
 # ---- exceptions in the backward pass ----
 
 
-class Odd(nn.Linear):
-    """Its statistics can be made to raise."""
-
-    on: ClassVar[int | None] = None  # this rank
-
-
-@register_layer(Odd)
-class OddLayer(Layer):
-    def __init__(self, name: str, module: nn.Linear) -> None:
-        super().__init__(name, module)
-        self.in_shape, self.outputs = (module.in_features,), module.out_features
-
-    def input_rows(self, x: Tensor, grad: Tensor) -> Tensor:
-        if dist.get_rank() == Odd.on:
-            raise ValueError("planted")
-        return x[None, :, None]
-
-    def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:
-        return grad[None, :, None]
+PLANTED = mock.Mock(side_effect=ValueError("planted"))
 
 
 def raises_in_backward(at: int, wrap: bool, options: dict[str, Any]) -> tuple[Ended, Ended]:
     model = net()
-    model[2] = Odd(6, 5).double()
     wrapped = nn.parallel.DistributedDataParallel(model) if wrap else model
     opt = optimizer(wrapped, **options)
     for i in range(at):
         learn(wrapped, opt, i)
-    Odd.on = 1
-    try:
+    with on_rank(1, mock.patch.object(layer_base, "second_moment", PLANTED)):
         failed = attempt(model, lambda: learn(wrapped, opt, at))
-    finally:
-        Odd.on = None
     return failed, attempt(model, lambda: learn(wrapped, opt, at))
 
 
@@ -232,15 +211,12 @@ def test_an_exception_in_one_ranks_statistics(strategy: str, at: int, wrap: bool
     assert all(result.error is None and result.moved for result in again)
 
 
-PLANTED = ValueError("planted")
-
-
 def raises_in_comparison(method: str, options: dict[str, Any]) -> Ended:
     """One rank alone fails to compare a gradient, or to read what was compared."""
     model = net()
     wrapped = nn.parallel.DistributedDataParallel(model)
     opt = optimizer(wrapped, **options)
-    with on_rank(1, mock.patch.object(Witness, method, mock.Mock(side_effect=PLANTED))):
+    with on_rank(1, mock.patch.object(Witness, method, PLANTED)):
         return attempt(model, lambda: learn(wrapped, opt, 0))
 
 
