@@ -758,31 +758,3 @@ def other_share() -> str | None:
 def test_shares_of_different_steps() -> None:
     for error in run(2, other_share):
         assert error is not None and "Invalid steps: 2 on rank 1, 1 on rank 0" in error
-
-
-def stale() -> bool:
-    """A state that was gathered before a load is not what is saved after it."""
-    model = net()
-    opt = optimizer(model, assignment="layer-wise", factor_update_steps=1)
-    with warnings_as("ignore"):
-        learn(model, opt, 0)
-        opt.consolidate_state_dict(to=0)
-        first = copy.deepcopy(opt.state_dict())
-        learn(model, opt, 1)
-        opt.consolidate_state_dict(to=0)
-        whole = [first]
-        dist.broadcast_object_list(whole, 0)
-        opt.load_state_dict(whole[0])
-        opt.consolidate_state_dict(to=0)
-        loaded = opt.state_dict()
-    if dist.get_rank() > 0:
-        return True
-    flat = [
-        (index, name) for index, entry in first["state"].items() for name in entry if "kfac" in name
-    ]
-    assert len(flat) > 10
-    return all(torch.equal(first["state"][i][n], loaded["state"][i][n]) for i, n in flat)
-
-
-def test_what_was_gathered_before_a_load_is_forgotten() -> None:
-    assert all(run(2, stale))
