@@ -167,7 +167,7 @@ FAULTS = (
     # ---- comm ----
     Fault("of an odd number of ranks one is not added", "comm/ranks.py",
           "rows[:half] += rows[count - half : count]", "rows[:half] += rows[half : 2 * half]",
-          "core/test_distribution.py -k order_of_the_ranks"),
+          "core/test_distribution.py -k come_later"),
     Fault("bytes that a rank keeps count as received", "comm/ranks.py",
           "(sum(sizes_in) - sizes_in[self.rank]) * item", "sum(sizes_in) * item",
           "plan/test_account.py -k test_ranks"),

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACSGD, LayerWise, Opt, WorkAssignment
+from kaisa_optim import KFACSGD, LayerWise, Opt
 from kaisa_optim.agree import are_equal, checksum
 from kaisa_optim.comm.ranks import Bucket, Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
-from kaisa_optim.plan.facts import chunks, grouped
+from kaisa_optim.plan.facts import chunks
 from tests.support import groups
 from tests.support.cluster import (
     CLASSES,
@@ -195,31 +195,27 @@ def fractions(world: int, together: bool = True) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "curvature"),
+    ("world", "name", "curvature", "optimizer"),
     [
-        *((4, "images", curvature) for curvature in CURVATURES),
-        *((2, "tokens", curvature) for curvature in CURVATURES),
-        (3, "images", "polar"),
-        (4, "tokens", "eigen"),
+        *((4, "images", curvature, "sgd") for curvature in CURVATURES),
+        *((2, "tokens", curvature, "sgd") for curvature in CURVATURES),
+        (3, "images", "polar", "sgd"),
+        (4, "tokens", "eigen", "sgd"),
+        # Along directions: lengths go by the base.
+        *((4, "images", "polar", base) for base in ("adam", "lamb")),
+        *((2, name, "polar", base) for base in ("adam", "lamb") for name in ("tokens", "chain")),
     ],
 )
-def test_every_fraction_takes_the_same_steps(world, name, curvature):
+def test_every_fraction_takes_the_same_steps(world, name, curvature, optimizer):
     """Ten of them; with the same bits where sums run in one order."""
     options = {**CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
-    plan = Plan(even(world, ROWS if curvature == "polar" else FEW), name, options=options)
+    rows = ROWS if curvature == "polar" else FEW
+    plan = Plan(even(world, rows), name, optimizer, options=options)
     found = check_spreads(plan, fractions(world))
     if world != 3:
         assert_alike(found)
     if name == "images":
         check_spreads(plan, fractions(world, together=False)[-1:])
-
-
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-@pytest.mark.parametrize(("world", "name"), [(2, "tokens"), (2, "chain"), (4, "images")])
-def test_every_fraction_takes_the_same_steps_of_each_base(world, name, optimizer):
-    """Along directions: lengths go by the base."""
-    plan = Plan(even(world, ROWS), name, optimizer, options=INTERVALS)
-    assert_alike(check_spreads(plan, fractions(world)))
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -254,17 +250,6 @@ def test_factors_of_ragged_batches_are_those_of_the_joined_batch(name, strategy)
     assert error(found, expected) < 1e-12
 
 
-class Unnamed(WorkAssignment):
-    """As short as a user's may be: it has neither a repr nor an equality of its own."""
-
-    def gradient_workers(self, world: int) -> int:
-        return 1
-
-
-def test_a_short_assignment_of_a_user():
-    check(Plan(even(2, ROWS), spread={"assignment": Unnamed()}, steps=3), 1e-9)
-
-
 # ---- the same bits ----
 
 
@@ -286,6 +271,24 @@ def test_all_ways_to_spread_have_the_same_bits(data):
 # ---- less precision ----
 
 
+ONE_UPDATE: dict[str, Any] = {
+    "base": {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0},
+    "steps": 1,
+}
+
+
+def updates(plan: Plan, spread: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """Return how far a run of one process moves the parameters, or one of ranks, alike on all."""
+    if spread is None:
+        after = train_alone(plan).parameters
+    else:
+        ranks = run(plan.world, train, dataclasses.replace(plan, spread=spread))
+        assert_alike([rank.parameters for rank in ranks])
+        after = ranks[0].parameters
+    before = values(network(plan.network, dtype=plan.dtype))
+    return {name: before[name] - p for name, p in after.items()}
+
+
 @pytest.mark.parametrize("curvature", list(CURVATURES))
 @pytest.mark.parametrize(("world", "name"), [(3, "images"), (4, "tokens")])
 def test_the_first_update_in_float32(world, name, curvature):
@@ -294,20 +297,11 @@ def test_the_first_update_in_float32(world, name, curvature):
     # least singular value, too, to which the roots add.
     damping = {"inverse-full": 0.1, "polar": 1.0}.get(curvature, 0.05)
     options = {**CURVATURES[curvature], "kl_clip": None, "damping": damping}
-    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
     sizes = even(world, ROWS if curvature == "polar" else FEW)
-    plan = Plan(sizes, name, base=base, options=options, dtype=torch.float32, steps=1)
-    alone = train_alone(plan).parameters
+    plan = Plan(sizes, name, options=options, dtype=torch.float32, **ONE_UPDATE)
+    expected = updates(plan)
     for spread in fractions(world):
-        ranks = run(world, train, dataclasses.replace(plan, spread=spread))
-        assert_alike([rank.parameters for rank in ranks])
-        expected, actual = (updates(plan, p) for p in (alone, ranks[0].parameters))
-        assert error(actual, expected) < 1e-4
-
-
-def updates(plan: Plan, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    before = values(network(plan.network, dtype=plan.dtype))
-    return {name: before[name] - p for name, p in parameters.items()}
+        assert error(updates(plan, spread), expected) < 1e-4
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
@@ -321,18 +315,13 @@ def test_half_precision_on_the_wire(world, scale):
     damping, unit = 2.0, 2**-8
     options = {**PAPERS["eigen"], "damping": damping * scale**2, "kl_clip": None}
     # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
-    base = {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}
-    plan = Plan(even(world, 4), "chain", base=base, options=options, loss_scale=scale, steps=1)
-    alone = train_alone(plan)
-    expected = updates(plan, alone.parameters)
+    plan = Plan(even(world, 4), "chain", options=options, loss_scale=scale, **ONE_UPDATE)
+    expected, factors = updates(plan), train_alone(plan).factors
     for fraction in fractions(world):
-        spread = {"comm_dtype": torch.bfloat16, **fraction}
-        ranks = run(world, train, dataclasses.replace(plan, spread=spread))
-        assert_alike([rank.parameters for rank in ranks])
-        actual = updates(plan, ranks[0].parameters)
+        actual = updates(plan, {"comm_dtype": torch.bfloat16, **fraction})
         assert error(actual, expected) > 0  # it did travel in half precision
-        for layer in {name for name, _ in alone.factors}:
-            traces = [float(alone.factors[layer, side].diagonal(0, 1, 2).sum()) for side in "ag"]
+        for layer in {name for name, _ in factors}:
+            traces = [float(factors[layer, side].diagonal(0, 1, 2).sum()) for side in "ag"]
             bound = unit * (1 + 2 * math.prod(traces) / options["damping"])
             assert bound < 0.05
             own = {name: p for name, p in expected.items() if name.startswith(f"{layer}.")}
@@ -382,25 +371,6 @@ def test_ranks_whose_gradients_are_apart_by_any_factor(world, wire):
 # ---- parts ----
 
 
-def terms(rank: int, parcels: list[tuple[int, int, torch.dtype]], seed: int) -> list[Tensor]:
-    """A rank's part of each sum: numbers of all magnitudes, so that their order tells."""
-    generator = torch.Generator().manual_seed(seed * 64 + rank)
-    result = []
-    for _, size, dtype in parcels:
-        x = torch.randn(size, generator=generator, dtype=torch.float64)
-        result.append((x * 10 ** torch.randint(-3, 4, (size,), generator=generator)).to(dtype))
-    return result
-
-
-def in_a_tree(parts: tuple[Tensor, ...]) -> Tensor:
-    """The sum in the order of the ranks that the package promises."""
-    rows = list(parts)
-    while len(rows) > 1:
-        half = len(rows) // 2
-        rows = [a + b for a, b in zip(rows[:half], rows[-half:], strict=True)] + rows[half:-half]
-    return rows[0]
-
-
 class Sum(NamedTuple):
     """A sum on the way to its owner."""
 
@@ -409,53 +379,18 @@ class Sum(NamedTuple):
     key: int
 
 
-Sums = tuple[dict[int, Tensor], list[tuple[int, int]]]
-
-
-def reduced(parcels: list[tuple[int, int, torch.dtype]], cap: float, seed: int) -> Sums:
-    """What this rank gets; elements and bytes' limit of every bucket."""
-    ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
-    mine = terms(ranks.rank, parcels, seed)
-    each = [Sum(owner, size, i) for i, (owner, size, _) in enumerate(parcels)]
-    buckets = [
-        Bucket(chunk, range(ranks.world), ranks.world)
-        for same in grouped(each, lambda x: parcels[x.key][2]).values()
-        for chunk in chunks(same, lambda x: x.size * mine[x.key].itemsize, cap * 2**20)
-    ]
-    found: dict[int, Tensor] = {}
-    loads = ((b, [mine[x.key].clone() for x in b.items]) for b in buckets)
-    for sums in ranks.reduce_to_owners(loads, "x"):
-        found |= {x.key: value.clone() for x, value in sums}
-    sizes = [sum(x.size * mine[x.key].itemsize for x in b.items) for b in buckets]
-    return found, [(len(b.items), size) for b, size in zip(buckets, sizes, strict=True)]
-
-
-@given(st.data())
-@settings(max_examples=25)
-def test_sums_are_those_in_the_order_of_the_ranks(data):
-    world = data.draw(st.sampled_from([*WORLDS, 5]))
-    dtypes = st.sampled_from([torch.float32, torch.float64])
-    # One owner of all is the worst case.
-    owners = data.draw(st.sampled_from([st.integers(0, world - 1), st.just(world - 1)]))
-    sizes = st.integers(1, 300) | st.sampled_from([1, 15, 16, 17, 5000])
-    parcels = data.draw(st.lists(st.tuples(owners, sizes, dtypes), min_size=1, max_size=12))
-    cap = data.draw(st.sampled_from([1e-4, 1e-3, 0.02, 25.0]))
-    seed = data.draw(st.integers(0, 2**16))
-    every = [terms(rank, parcels, seed) for rank in range(world)]
-    expected = [in_a_tree(parts) for parts in zip(*every, strict=True)]
-    answers = run(world, reduced, parcels, cap, seed)
-    for rank, (sums, buckets) in enumerate(answers):
-        assert sums.keys() == {i for i, (owner, _, _) in enumerate(parcels) if owner == rank}
-        for i, value in sums.items():
-            assert value.dtype == expected[i].dtype and torch.equal(value, expected[i])
-        assert sum(count for count, _ in buckets) == len(parcels)
-        assert all(count == 1 or size <= cap * 2**20 for count, size in buckets)
-
-
 def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
     """How often the ranks exchange something for these sums."""
+    ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
+    sums = [Sum(owner, size, i) for i, (owner, size, _) in enumerate(parcels)]
+    buckets = [
+        Bucket(chunk, range(ranks.world), ranks.world)
+        for chunk in chunks(sums, lambda x: x.size * 4, cap * 2**20)
+    ]
+    loads = ((bucket, [torch.ones(x.size) for x in bucket.items]) for bucket in buckets)
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        reduced(parcels, cap, 0)
+        for _ in ranks.reduce_to_owners(loads, "x"):
+            pass
     return exchange.call_count
 
 
@@ -544,9 +479,9 @@ def test_ranks_send_side_by_side_what_is_theirs(method, gradient, state):
 
 
 @pytest.mark.parametrize(("micro", "fraction"), [(1, 1.0), (2, 0.5)])
-@pytest.mark.parametrize("wrapper", [{"static_graph": True}, {"gradient_as_bucket_view": True}])
-def test_switches_of_ddp(wrapper, micro, fraction):
+def test_a_static_graph_of_ddp(micro, fraction):
     spread = {"grad_worker_fraction": fraction}
+    wrapper = {"static_graph": True}
     plan = Plan(even(2, ROWS, micro), "images", options=INTERVALS, spread=spread, wrapper=wrapper)
     check(dataclasses.replace(plan, steps=6))
 
@@ -592,38 +527,32 @@ def branched(
     return values(model), kept(opt)
 
 
-def check_branched(uses: str, options: dict[str, Any], *args: Any) -> None:
-    options = {"factor_update_steps": 1, "inv_update_steps": 2, "kl_clip": 1e-3, **options}
-    options = taken_by(options)
-    tolerance = 1e-9 if "kl_clip" in options else 1e-8
-    ranks = run(3, branched, USES[uses], options, *args)
+WHOLE, BIAS = ("branch.weight", "branch.bias"), ("branch.bias",)
+# Uses, what is frozen at first, the assignment, steps between sums, and whether DDP averages. In a
+# step that updates no factors only ranks that see the new layer know how many terms their losses
+# average.
+BRANCHES = [
+    *((uses, (), "layer-wise", 1, True) for uses in USES),
+    *((uses, (), "opt", 2, False) for uses in USES),
+    *(("all", frozen, "layer-wise", 3, False) for frozen in (WHOLE, BIAS)),
+    *(("all", frozen, "opt", 1, False) for frozen in (WHOLE, BIAS)),
+    *(("some", frozen, x, 1, False) for frozen in (WHOLE, BIAS) for x in ("layer-wise", "opt")),
+]
+
+
+@pytest.mark.parametrize(("uses", "frozen", "assignment", "often", "with_ddp"), BRANCHES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_branch_that_ranks_leave_out_or_unfreeze(
+    method, uses, frozen, assignment, often, with_ddp
+):
+    options = {"factor_update_steps": often, "inv_update_steps": 2, "kl_clip": 1e-3}
+    options = taken_by({**options, **CURVATURES[method], "assignment": assignment})
+    tolerance = 1e-9 if method == "eigen" else 1e-8
+    ranks = run(3, branched, USES[uses], options, frozen, with_ddp)
     assert_alike([parameters for parameters, _ in ranks])
-    parameters, factors = branched(USES[uses], options, *args[:1])
+    parameters, factors = branched(USES[uses], options, frozen)
     assert error(ranks[0][0], parameters) < tolerance
     assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < tolerance
-
-
-@pytest.mark.parametrize(
-    ("assignment", "often", "with_ddp"), [("layer-wise", 1, True), ("opt", 2, False)]
-)
-@pytest.mark.parametrize("uses", list(USES))
-@pytest.mark.parametrize("method", METHODS)
-def test_a_branch_that_ranks_leave_out(method, uses, with_ddp, assignment, often):
-    options = {**CURVATURES[method], "assignment": assignment, "factor_update_steps": often}
-    check_branched(uses, options, (), with_ddp)
-
-
-@pytest.mark.parametrize(
-    ("uses", "assignment", "often"),
-    [("all", "layer-wise", 3), ("all", "opt", 1), ("some", "layer-wise", 1), ("some", "opt", 1)],
-)
-@pytest.mark.parametrize("frozen", [("branch.weight", "branch.bias"), ("branch.bias",)], ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_branch_that_is_unfrozen(method, frozen, uses, assignment, often):
-    # In a step that updates no factors only ranks that see the new layer know how many terms their
-    # losses average.
-    options = {**CURVATURES[method], "assignment": assignment, "factor_update_steps": often}
-    check_branched(uses, options, frozen)
 
 
 # ---- other ways to build ----

@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.options import EARLY
 from tests.optim.test_checkpoint import quietly_load
 from tests.support import groups
-from tests.support.cluster import kept, rank, taken_by, weights, world
+from tests.support.cluster import average, kept, rank, share, taken_by, weights, world
 from tests.support.ranks import run
 from tests.support.training import assert_near, assert_same, descend, recorded_warnings, warnings_as
 
@@ -72,14 +71,8 @@ def pair(plan: Plan) -> tuple[nn.Sequential, Any]:
 def part(i: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(i)
     x = torch.randint(9, (ROWS,), generator=generator)
-    y = torch.randn(ROWS, 6, generator=generator, dtype=torch.float64)
-    return x.chunk(world())[rank()], y.chunk(world())[rank()]
-
-
-def average(tensor: Tensor) -> Tensor:
-    if world() > 1:
-        dist.all_reduce(tensor)
-    return tensor / world()
+    x, y = share(x, torch.randn(ROWS, 6, generator=generator, dtype=torch.float64))
+    return x, y
 
 
 def learn(model: nn.Module, opt: Any, steps: range) -> list[float]:
@@ -90,10 +83,12 @@ def learn(model: nn.Module, opt: Any, steps: range) -> list[float]:
         opt.zero_grad()
         loss = F.mse_loss(model(x), y)
         loss.backward()
-        for p in model.parameters():
-            p.grad = average(p.grad)
+        average(model.parameters())
         opt.step()
-        losses.append(float(average(loss.detach())))
+        total = loss.detach()
+        if world() > 1:
+            dist.all_reduce(total)
+        losses.append(float(total / world()))
     return losses
 
 
@@ -124,11 +119,6 @@ def averages(state: dict[str, Any]) -> set[tuple[int, str]]:
     }
 
 
-def place_of(model: nn.Module, layer: Any) -> int:
-    parameters = list(model.parameters())
-    return next(i for i, p in enumerate(parameters) if p is layer.parameters[0])
-
-
 class Shares(NamedTuple):
     owned: set[tuple[int, str]]
     found: list[set[tuple[int, str]]]  # alone, consolidated to rank 1, after another step
@@ -142,7 +132,8 @@ def takes_shares(plan: Plan) -> Shares:
     model, opt = pair(plan)
     kfac = opt.preconditioner
     learn(model, opt, range(3))
-    places = {layer: place_of(model, layer) for layer in kfac.layers.values()}
+    at = {id(p): i for i, p in enumerate(model.parameters())}
+    places = {layer: at[id(layer.parameters[0])] for layer in kfac.layers.values()}
     tensors = {
         (places[kfac.layers[name]], side): average.clone()
         for (name, side), average in groups.averages(opt).items()
@@ -180,18 +171,13 @@ def test_a_state_dict_is_the_ranks_share_until_it_is_consolidated(world, spread)
         assert consolidated == (everything if i == 1 else one.owned)
         assert_same(one.gathered, {key: tensors[key] for key in one.gathered})
         assert_same(one.weights, ranks[0].weights)
-        assert_names(one.texts, i, everything - one.owned)
-
-
-def assert_names(texts: list[str], rank: int, absent: set[tuple[int, str]]) -> None:
-    """A warning for each call, with what others keep."""
-    names = {0: "0", 1: "1", 3: "3", 5: "4"}  # of layers, by their weights' places
-    text, again = texts
-    assert text == again
-    assert f"rank {rank}'s share" in text and "consolidate_state_dict(to=rank)" in text
-    for place, name in names.items():
-        for side in "ag":
-            assert (f"{side.upper()} of {name!r}" in text) == ((place, side) in absent)
+        text, again = one.texts  # a warning for each call, with what others keep
+        assert text == again
+        assert f"rank {i}'s share" in text and "consolidate_state_dict(to=rank)" in text
+        names = {0: "0", 1: "1", 3: "3", 5: "4"}  # of layers, by their weights' places
+        for place, side in everything:
+            absent = (place, side) not in one.owned
+            assert (f"{side.upper()} of {names[place]!r}" in text) == absent
 
 
 def says_so(plan: Plan) -> dict[str, list[str]]:
@@ -257,6 +243,22 @@ def test_a_rank_that_is_none_is_refused(to):
         assert f"Invalid to: {to!r}; it must be a rank of the process group, 0 to 1" in text
 
 
+def reloads(plan: Plan) -> tuple[Any, Any]:
+    """Return a whole state, and that of a run which has loaded it after another was gathered."""
+    model, opt = pair(plan)
+    learn(model, opt, range(1))
+    first = whole_state(opt)
+    learn(model, opt, range(1, 2))
+    whole_state(opt)
+    quietly_load(opt, copy.deepcopy(first))
+    return first["state"], whole_state(opt)["state"]
+
+
+def test_what_was_gathered_before_a_load_is_forgotten():
+    for first, loaded in run(2, reloads, Plan(options={"assignment": "layer-wise"})):
+        assert_same(loaded, first)
+
+
 # ---- the same ranks ----
 
 
@@ -264,7 +266,7 @@ def interrupted(plan: Plan, path: str, at: int, save_model: int) -> list[Tensor]
     """Up to ``at``, and on from a file or from each rank's share, as without an interruption."""
     model, opt = pair(plan)
     learn(model, opt, range(at))
-    share = copy.deepcopy(shares(opt))
+    own = copy.deepcopy(shares(opt))
     opt.consolidate_state_dict(to=save_model)
     if rank() == save_model:
         torch.save({"model": model.state_dict(), "optimizer": quiet_state(opt)}, path)
@@ -272,7 +274,7 @@ def interrupted(plan: Plan, path: str, at: int, save_model: int) -> list[Tensor]
     saved = torch.load(path, weights_only=True)
     dist.barrier()
     losses = learn(model, opt, range(at, at + 6))
-    for state in (share, saved["optimizer"]):
+    for state in (own, saved["optimizer"]):
         other, resumed = pair(Plan(plan.optimizer, plan.options, seed=1))
         other.load_state_dict(saved["model"])
         quietly_load(resumed, state)
@@ -354,38 +356,6 @@ def test_from_four_ranks_over_one_to_three_and_back(method, tmp_path):
     expected = alone(Plan("adam", options), 3 * len(sections))
     near = (1e-8, 1e-10) if "compute_method" not in options else (1e-9, 1e-11)
     assert_near((losses, *results[0][1:]), expected, *near)
-
-
-def goes_on(plan: Plan, source: str, steps: range) -> tuple[list[Tensor], list[set[str]]]:
-    """Weights, and the layers that have been refreshed in each step."""
-    model, opt = pair(plan)
-    saved = torch.load(source, weights_only=True)
-    model.load_state_dict(saved["model"])
-    quietly_load(opt, saved["optimizer"])
-    refreshed = []
-    for step in steps:
-        learn(model, opt, range(step, step + 1))
-        refreshed.append(set(opt.preconditioner.work.refresh))
-    return weights(model), refreshed
-
-
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_another_number_of_ranks_refreshes_the_same_layers(before, after, tmp_path):
-    """No slot follows from how many there are; here from the middle of an interval on."""
-    plan = Plan("adam")
-    path, interval = str(tmp_path / "state"), OPTIONS["inv_update_steps"]
-    run(before, section, plan, range(interval + 2), None, path)
-    results = run(after, goes_on, plan, path, range(interval + 2, 4 * interval))
-    assert_same(results, results[:1] * after)
-    refreshed = results[0][1]
-    _, alone = goes_on(plan, path, range(interval + 2, 4 * interval))
-    assert refreshed == alone
-    slots = [
-        names
-        for step, names in enumerate(refreshed, interval + 2)
-        if names and step not in EARLY  # all at once
-    ]
-    assert set.union(*slots[:2]) == {"0", "1", "3", "4"} and slots[0].isdisjoint(slots[1])
 
 
 # ---- what is missing ----

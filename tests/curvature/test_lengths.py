@@ -228,16 +228,6 @@ def sums_of(opt: Any) -> dict[str, Tensor]:
     }
 
 
-def sums(model: nn.Module, of: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    """Return the sums over each block of tensors like the parameters."""
-    found = {}
-    for name in ("conv", "body", "head", "last"):
-        module = model.get_submodule(name)
-        tensors = (*map(of, module.parameters()), None)
-        found[name] = matrix_of(module, tensors[0], tensors[1]).sum((1, 2))
-    return found
-
-
 def keeps_sums() -> None:
     model = Blocks()
     opt = KFACAdam(model, lr=0.01, **ANEW)
@@ -256,24 +246,6 @@ def keeps_sums() -> None:
 def test_layers_without_a_gradient_keep_their_sums():
     keeps_sums()
     run(2, keeps_sums)  # each rank hands the other its directions, of missing gradients, too
-
-
-def test_second_moments_of_the_plain_base_go_into_the_sums():
-    plain, model = Blocks(), Blocks()
-    adam = torch.optim.Adam(plain.parameters(), lr=0.01, betas=(0.9, 0.8))
-    for step in range(2):
-        backward(plain, step)
-        adam.step()
-    opt = KFACAdam(model, lr=0.01, betas=(0.9, 0.8), **ANEW)
-    with pytest.warns(UserWarning, match="has no K-FAC factors"):
-        opt.load_state_dict(adam.state_dict())
-    former = sums(plain, lambda p: adam.state[p]["exp_avg_sq"])
-    backward(model, 2)
-    new = sums(model, lambda p: p.grad.square())
-    opt.step()
-    for name, now in sums_of(opt).items():
-        assert_close(now, 0.8 * former[name] + 0.2 * new[name], 1e-9, name)
-    assert all("exp_avg_sq" not in entry for entry in opt.state.values())
 
 
 # ---- SGD ----

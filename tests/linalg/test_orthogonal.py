@@ -1,7 +1,8 @@
-"""Polar factors of momenta."""
+"""Polar factors of momenta, and directions that roots have softened."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from kaisa_optim.linalg import products
 from tests.support import reference as ref
+from tests.support.training import assert_near
 
 # ---- nearly equal singular values ----
 
@@ -69,3 +71,23 @@ def test_orthogonalized_of_rank_one(half):
     for g in range(65, 130):
         norm = products.orthogonalized(torch.ones(1, g, 130), in_half=half).norm()
         assert 0.45 < norm < 1.55
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 9), st.integers(0, 99), st.sampled_from([0.0, 0.5, 0.9, 1.0])
+)
+def test_softened_directions(g, a, seed, kept):
+    """T_G D T_A with T = αI + (1 - α) R, roots as matrices or as diagonals."""
+    generator = torch.Generator().manual_seed(seed)
+    root_g, root_a = (
+        torch.randn(2, n, n, generator=generator, dtype=torch.float64) for n in (g, a)
+    )
+    root_g, root_a = root_g + root_g.mT, root_a + root_a.mT
+    direction = torch.randn(2, g, a, generator=generator, dtype=torch.float64)
+    for of_g, of_a in itertools.product((root_g, root_g.diagonal(0, 1, 2)), (root_a, root_a[:, 0])):
+        found = products.softened(direction.clone(), of_g, of_a, kept)
+        for one, d, r, s in zip(found, direction, of_g, of_a, strict=True):
+            r, s = (x.diag() if x.dim() == 1 else x for x in (r, s))
+            eye_g, eye_a = (torch.eye(len(x), dtype=torch.float64) for x in (r, s))
+            outer = kept * eye_g + (1 - kept) * r, kept * eye_a + (1 - kept) * s
+            assert_near(one, outer[0] @ d @ outer[1], 1e-10, 1e-10)

@@ -80,7 +80,7 @@ USERS = {
 @pytest.mark.parametrize("user", USERS)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
-    seen: dict[str, list[Any]] = {"statistics": [], "decompositions": []}
+    seen: dict[str, list[Any]] = {"statistics": [], "decompositions": [], "directions": []}
 
     def spied(kind: str, function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,11 +96,17 @@ def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
     monkeypatch.setattr(layer_base, "second_moment", moments)
     eigh = spied("decompositions", products.eigendecompose)
     monkeypatch.setattr(products, "eigendecompose", eigh)
+    polar = spied("directions", products.orthogonalized)
+    monkeypatch.setattr(products, "orthogonalized", polar)
     model = network(dtype=torch.float32)
     opt = KFACSGD(model, lr=0.1, statistics_precision=setting, **EVERY_STEP)
     train(model, opt, range(2))
     assert len(seen["statistics"]) >= 8 and len(seen["decompositions"]) >= 4
-    for kind, of_kind in {"statistics": setting, "decompositions": "highest"}.items():
+    other = network(dtype=torch.float32)
+    train(other, KFACSGD(other, lr=0.1, statistics_precision=setting), range(2))
+    assert len(seen["directions"]) >= 4
+    for kind in seen:
+        of_kind = setting if kind == "statistics" else "highest"
         wanted = BY_BACKEND[of_kind] if NEWER else of_kind
         # What nobody has set is full precision, too.
         said = [[x.replace("none", "ieee") for x in one] if NEWER else one for one in seen[kind]]

@@ -1,4 +1,4 @@
-"""Symmetric inverse roots of damped factors, against float64 eigenvalues."""
+"""Eigenvalues, and symmetric inverse roots of damped factors, against those of float64."""
 
 from __future__ import annotations
 
@@ -226,3 +226,17 @@ def test_float64_factors_give_float64_roots(by_products):
     assert good.all() and found.dtype == torch.float64
     damped = exactly_damped(factor[None], damping[None])
     assert off(found, damped) < (2e-5 if by_products else 1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_the_largest_eigenvalues_come_first_and_none_is_below_zero(n):
+    x = torch.randn(3, n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    factors = x + x.mT
+    before = factors.clone()
+    values, vectors = products.eigendecompose(factors)
+    wanted = torch.linalg.eigvalsh(factors).flip(-1)
+    assert (wanted < 0).any() and (wanted > 0).any()
+    torch.testing.assert_close(values, wanted.clamp(min=0))
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(n).double().expand(3, n, n))
+    torch.testing.assert_close(factors @ vectors, vectors * wanted[:, None, :])
+    assert torch.equal(factors, before)
