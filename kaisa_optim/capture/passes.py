@@ -99,7 +99,7 @@ class ForwardPasses:
         self.loose: ForwardPass | None = None  # the last pass of layers without the model
         # Bounded, since passes that never meet a backward pass would pile up.
         self._recent: deque[ForwardPass] = deque(maxlen=1024)
-        self._recomputed: tuple[int, ForwardPass] | None = None
+        self._recomputed: dict[int | None, ForwardPass] = {}  # by its backward pass
 
     def begin(self, batch: Any, first: Layer | None = None) -> ForwardPass:
         self.close_loose()
@@ -131,9 +131,9 @@ class ForwardPasses:
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
         # A pass without the model lasts until a backward pass, or until its first layer is called
         # again. All layers that one backward pass recomputes share one pass.
-        task, loose, recomputed = graph_task(), self.loose, self._recomputed
-        if task is not None and recomputed is not None and recomputed[0] == task:
-            return recomputed[1]
+        task, loose = graph_task(), self.loose
+        if task in self._recomputed:
+            return self._recomputed[task]
         if task is None and loose is not None and not loose.is_over and loose.first is not layer:
             return loose
         # Take the batch of the outermost module that runs: a router may give the first layer a part
@@ -145,8 +145,9 @@ class ForwardPasses:
         if task is None:
             self.loose = self.begin(batch, layer)
             return self.loose
-        self._recomputed = task, ForwardPass(batch, paused=self.paused > 0, first=layer)
-        return self._recomputed[1]
+        # A table of one: a pass that only a recomputation sees ends with its backward pass.
+        self._recomputed = {task: ForwardPass(batch, paused=self.paused > 0)}
+        return self._recomputed[task]
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
