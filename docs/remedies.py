@@ -18,9 +18,6 @@ REMEDIES = {
         "After an error of the base's step, the ranks' weights have drifted apart. Correct the "
         "named error, and go back to a checkpoint."
     ),
-    "has a gradient but no statistics": (
-        "Call the layer's module itself, and leave paused() only around evaluations."
-    ),
     "statistics that were not finite": (
         "A loss or an activation overflowed. One such warning after a loss spike does no harm. If "
         "the warning returns, lower the learning rate, or use bfloat16 in place of float16."

@@ -70,10 +70,7 @@ class CompiledPlan:
         self.kinds = [(number, places) for (number, *_), places in kinds.items()]
 
     def clip(self, terms: list[Tensor], limit: float, alphas: list[Any]) -> list[Tensor]:
-        """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms.
-
-        ``alphas`` has the α of each of the optimizer's groups, ``limit`` is κ.
-        """
+        """Return the scale ν = min(1, √(κ / |Σ α²⟨v, ∇⟩|)) for the blocks of each of the terms."""
         assert self.whole is not None
         share = self.whole
         # Every rank adds the layers' terms up in the layers' order. In the order of arrival, ν
@@ -308,29 +305,26 @@ class Rows:
     def _packed(self, owner: int, shares: list[Share], make: Make) -> list[Packet]:
         packets, wire = [], self._ranks.comm_dtype
         for share in shares:
-            new: list[Tensor] = []
-            terms: list[Tensor] = []
             if owner == self._ranks.rank:
                 make(share)
                 # The sender goes on with the rounded directions, too: with others, its weights
                 # would drift apart from the receivers' weights.
-                new += [x.to(wire or x.dtype) for x in share.directions]
-                terms += share.terms.split(share.sizes)
-            for group in () if new else share.groups:
-                dtype, device = group.dtype, group.device
-                new.append(torch.empty(group.shape, dtype=wire or dtype, device=device))
-                terms.append(torch.empty(group.count, self._terms, dtype=dtype, device=device))
-            packets.append(Packet(share, [*new, *terms] if self._terms else new))
+                new = [x.to(wire or x.dtype) for x in share.directions]
+            else:
+                like, shapes = share.like, [group.shape for group in share.groups]
+                new = [share.roots.new_empty(x, dtype=wire or like.dtype) for x in shapes]
+                share.terms = share.roots.new_empty(sum(share.sizes), self._terms)
+            # Each group's terms are a tensor on the wire, as the account counts their bytes.
+            terms = share.terms.split(share.sizes) if self._terms else ()
+            packets.append(Packet(share, [*new, *terms]))
         return packets
 
 
 class Shards:
-    """Each layer's owner gathers its gradient, and returns to every rank its shard of the new one.
+    """Layers' owners gather gradients, and return to every rank its shards of the new ones."""
 
-    ``rows`` has this rank's parts of the parameters, each a stack of its own. Where a length
-    ``measures`` momenta, owners receive sums over each block from all ranks.
-    """
-
+    # ``rows`` has this rank's parts of the parameters, each a stack of its own. Where a length
+    # ``measures`` momenta, owners receive sums over each block from all ranks.
     def __init__(
         self, ranks: Ranks, registry: Registry, terms: int, rows: Places, *, measures: bool
     ) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from . import agree, reports
 from .account import state_rounds, sum_buckets
-from .capture import fisher
 from .capture.hooks import Capture
 from .comm import sharding
 from .comm.ranks import Bucket, Ranks
@@ -30,26 +29,20 @@ from .options import Options
 from .plan.facts import FactorFacts, grouped
 from .plan.schedule import HEAD, StepPlan, StepReport
 
-_IDLE = 3  # steps before any gradient, after which a warning comes
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
 Factors = list[tuple[Layer, Side, Tensor]]
 
 
 class Status:
-    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none.
-
-    ``alone`` is the only rank, which compares nothing.
-    """
+    """The exchanges of numbers in which ranks agree; an error is raised on all ranks or on none."""
 
     def __init__(self, ranks: Ranks, registry: Registry, options: Options, *, alone: bool) -> None:
         self._ranks, self._registry, self.alone = ranks, registry, alone
         self._max_failures, self._verify_every = options.max_failures, options.verify_every
-        self._idle = 0  # steps before any gradient; -1 once there was one
         self.silent = 0  # gathering steps since a layer saw a backward pass
         # The first error since the last exchange, and the action that it came from.
         self._failure: tuple[Exception, str] | None = None
-        self.named: set[Layer] = set()  # layers that a message named as without statistics
         # The next exchange compares checksums of weights, which may be on their way to the host,
         # and the layers with a gradient, with the step from which they had one.
         self._noted: tuple[list[str], refresh.Note] | None = None
@@ -101,10 +94,7 @@ class Status:
     def exchange(
         self, capture: Capture, report: StepReport, number: int, *, loads: bool = False
     ) -> StepReport:
-        """Return the sum of all ranks' reports, in one all-reduce.
-
-        With ``loads`` this rank has loaded a state, and all ranks raise unless all have.
-        """
+        """Return the sum of all ranks' reports; with ``loads``, raise unless all have loaded."""
         failure = self._failure
         if capture.errors.error is not None:
             failure = capture.errors.error, "capturing"
@@ -157,15 +147,12 @@ class Status:
         if total.drawn and total.trained:  # G would mix two scales
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
-            fisher.raise_half(self._ranks, draws, trained)
-        # Count steps before any gradient; users may take one to make the state.
-        self._idle = -1 if total.has_gradients or self._idle < 0 else self._idle + 1
-        if self._idle == _IDLE:
-            agree.warn(
-                self._ranks,
-                f"step() was called {_IDLE} times, and no parameter of the optimizer has ever had "
-                "a gradient: nothing is trained; is the optimizer built on the model that runs, "
-                "and not on a copy of it?",
+            missing = f", not for {', '.join(trained[:3])}" if trained else ""
+            raise RuntimeError(
+                "sample_fisher was called for some passes of this step and not for others (rank "
+                f"{ranks.rank}: {draws} calls{missing}); call sample_fisher on every rank between "
+                "each forward pass and its backward pass, with all outputs that the loss reads. "
+                "Under torch.utils.checkpoint, use_reentrant=False is needed"
             )
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
@@ -194,11 +181,8 @@ class Status:
                 )
 
     def note_answers(self, flags: Sequence[float]) -> list[Layer]:
-        """Note the outcomes of refreshes since the last exchange, as the factors' owners answer.
-
-        ``flags`` are of A and of G in turn, for each layer whose answer was deferred. Return the
-        layers with a flag.
-        """
+        """Note the outcomes of refreshes, as the owners answer; return the layers with a flag."""
+        # The flags are of A and of G in turn, for each layer whose answer was deferred.
         states, told = self._registry.states, dict[Layer, int]()
         deferred = [x for x in self._registry.layers.values() if states[x.name].deferred]
         for layer, of_a, of_g in zip(deferred, flags[::2], flags[1::2], strict=True):
@@ -253,29 +237,27 @@ class Status:
             # All ranks have the average from now on, also a rank that saw no row of the layer:
             # ranks that disagreed here would take part in different collectives.
             state.has_average = True
-            state.missed = state.missed_with_gradient = 0
+            state.missed = state.unseen = 0
             if plain and crossed and not layer.tied:  # it has sums of both directions from now on
                 layer.tied = is_new = True
         if is_new:
             registry.find_facts()
         # Count by total, never by this rank's capture: ranks must wait for the same layers.
         begun = total.captured and any([state.has_average for state in states.values()])
-        for state, graded in zip(states.values(), total.gradients, strict=True):
-            if graded and not state.has_average and (begun or total.unread):
-                state.unseen += 1
-        # Layers without a pass in their slot gather late: else they might never gather.
         seen = set(names)
-        for layer in capture.wanted:
-            state, has_gradient = states[layer.name], total.gradients[layer.number] > 0
-            if not state.has_average or layer.name in seen:
+        for (name, layer), graded in zip(registry.layers.items(), total.gradients, strict=True):
+            state = states[name]
+            is_missed = state.has_average and layer in capture.wanted and name not in seen
+            # A layer without a pass in its slot gathers late: else it might never gather.
+            state.missed += is_missed
+            if not graded or not (is_missed or (not state.has_average and (begun or total.unread))):
                 continue
-            state.missed += 1
-            state.missed_with_gradient += has_gradient
-            steps = state.missed_with_gradient
-            if steps == _PATIENCE and not capture.was_paused and has_gradient:
+            state.unseen += 1
+            # Layers without an average count as not covered, which the optimizer warns of.
+            if state.has_average and state.unseen == _PATIENCE and not capture.was_paused:
                 agree.warn(
                     self._ranks,
-                    f"layer {layer.name!r} has had a gradient in {steps} gathering steps, but no "
+                    f"layer {name!r} has had a gradient in {_PATIENCE} gathering steps, but no "
                     "pass went through its module, so older factors stay in use. The weight may be "
                     "used outside of its module's forward, or its gradient may always be zero; "
                     "call the module itself, freeze the weight, or name the layer in skip_layers",

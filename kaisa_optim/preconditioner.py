@@ -64,11 +64,8 @@ class Preconditioner(Answers):
         process_group: Any = None,
         base: str | None = None,
     ) -> None:
-        """Build the preconditioner on all ranks, which compare models and options.
-
-        ``length`` is the base's, for rules that make directions. ``base`` names the base: without
-        a name, ranks compare in the first step only, so that one rank may build alone.
-        """
+        # ``base`` names the base: without a name, ranks compare in the first step only, so that one
+        # rank may build alone.
         self.model, self.options, self._base = model, options, base
         self.ranks = Ranks(
             process_group,
@@ -100,7 +97,12 @@ class Preconditioner(Answers):
         if not self.registry.layers:
             self.capture.detach()
             raise reports.nothing_covered(self.registry)
-        reports.warn_at_construction(self)
+        coverage = self.coverage()
+        if self.ranks.rank == 0:
+            reports.logger.info("%s", coverage)
+        text = reports.poor_coverage(coverage)
+        if text:
+            agree.warn(self.ranks, text)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_built and name not in self.__dict__:  # attributes appear during construction
@@ -132,10 +134,7 @@ class Preconditioner(Answers):
     # ---- the step ----
 
     def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> bool:
-        """Take one step: agree, renew factors, and step the parameters by new gradients.
-
-        ``base`` is the base optimizer's part in it. Return whether ranks exchanged numbers.
-        """
+        """Take one step with the ``base``'s part in it; return whether ranks exchanged numbers."""
         if groups is None:  # users of kfac-pytorch call it
             raise TypeError(
                 "optimizer.step() calls preconditioner.step() itself; leave out the call"
@@ -292,14 +291,19 @@ class Preconditioner(Answers):
                 break
             with label(PREFIX + "average"):
                 averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
-        if not all([state.has_average for state in registry.states.values()]):
-            reports.name_layers_without_statistics(self, status.named)
         return True
 
     def _report(self, common: dict[str, Any]) -> StepReport:
         capture, registry, sums, rule = self.capture, self.registry, self.sums, self.rule
         compared = capture.compared()  # first: it may find an error
-        layers, each = [*registry.layers.values()], [*sums.of_layer.values()]
+        layers = [*registry.layers.values()]
+        gradients = with_gradient(layers)
+        for layer, graded in zip(layers, gradients, strict=True):
+            # A gradient that the model's own zero_grad dropped, and no pass brought anew, leaves
+            # sums behind that no backward pass has met: they would count in K.
+            if not graded and layer in sums.passes:
+                sums.drop(layer)
+        each = [*sums.of_layer.values()]
         rows = [0.0] * (registry.sections[-1].stop if layers else 0)
         crossed = rows.copy()
         for layer, at in zip(layers, registry.sections, strict=True):
@@ -308,7 +312,6 @@ class Preconditioner(Answers):
                 rows[at] = of_layer.count
                 if of_layer.crossed is not None:
                     crossed[at] = of_layer.crossed.count
-        gradients = with_gradient(layers)
         deferred = [layer for layer in layers if registry.states[layer.name].deferred]
         checksum = self.status.checksum(common) if common else 0
         devices = {device for device, _ in self.groups.places}
@@ -381,21 +384,18 @@ class Preconditioner(Answers):
     # ---- slots ----
 
     def _aim(self) -> None:
-        # Note which layers are late, and tell capture where to look for their calls. All ranks must
-        # note the same layers, or only some would exchange: read nothing that one rank knows alone.
-        registry, unseen = self.registry, []
+        # All ranks must note the same late layers, or only some would exchange: read nothing that
+        # one rank knows alone.
+        registry = self.registry
         registry.missing, registry.late = [], []
         for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):
             # A first average is expected of any pass, for a while, and not of a slot alone.
             is_missing = not state.has_average and state.unseen < PATIENCE
             if is_missing:
                 registry.missing.append(layer)
-                unseen += [layer] if state.unseen else []
             # The slot met no pass.
             if layer.parameters and (is_missing or 0 < state.missed < GIVEN_UP):
                 registry.late.append(layer)
-        if unseen:
-            self.capture.look_around(unwrapped(registry.model), unseen)
         self._choose()
 
     def _choose(self) -> None:
@@ -443,10 +443,7 @@ class Preconditioner(Answers):
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
     def rebuild(self, groups: list[ParamGroup]) -> None:
-        """Match model and parameter groups anew; layers that stay as they were keep their state.
-
-        Every rank raises if the coverage differs among the ranks.
-        """
+        """Match model and groups anew; layers that stay as they were keep their state."""
         registry = self.registry
         covered: dict[str, Layer] = {}
         compares = not self.status.alone and (self._is_built or self._base is not None)

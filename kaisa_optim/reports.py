@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -22,10 +21,10 @@ from .curvature.averages import FactorSums
 from .curvature.rules import Rule
 from .errors import invalid_because
 from .layers import SCALES, Layer
-from .model import BY_OPTION, CoverageReport, Left, Registry, task_of, unwrapped
+from .model import BY_OPTION, CoverageReport, Left, Registry, unwrapped
 from .options import OPTIONS, Hyperparameters, Options
-from .plan.assignment import Grid, Placement
-from .plan.schedule import PATIENCE, LayerState, Schedule
+from .plan.assignment import Placement
+from .plan.schedule import LayerState, Schedule
 
 _LISTED, _NAMED = 10, 5  # parameters and layers of a warning
 _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no warning
@@ -33,32 +32,7 @@ _ENOUGH = 0.9  # share of the trained parameters, from which coverage needs no w
 logger = logging.getLogger("kaisa_optim")
 
 
-class Assigned(dict[str, Placement]):
-    """The owners of each layer's factors; its ``repr`` is a list of layers."""
-
-    def __init__(self, registry: Registry, grid: Grid) -> None:
-        self.strategy, self.grid = registry.strategy, grid
-        self.tasks = tuple(task_of(layer) for layer in registry.layers.values())
-        super().__init__({task.name: registry.placements[task.name] for task in self.tasks})
-
-    def __repr__(self) -> str:
-        world, count = self.grid.world, self.grid.workers
-        lines = [f"{self.strategy!r} over {world} rank{'s' * (world > 1)}: "]
-        lines[0] += f"{count} gradient worker{'s' * (count > 1)} a layer"
-        for task in self.tasks:
-            place, parts = self[task.name], f"{task.blocks} x " if task.blocks > 1 else ""
-            workers = [str(rank) for rank in self.grid.workers_of(place.g)]
-            if len(workers) > 4:  # of thousands of ranks
-                workers[2:-1] = ["..."]
-            a = f"A {parts}{task.a}{' diagonal' * task.diagonal_a} on rank {place.a}"
-            g = f"G {parts}{task.g}{' diagonal' * task.diagonal_g} on rank {place.g}"
-            lines.append(f"  {task.name}: {a}, {g}, gradient workers {', '.join(workers)}")
-        return "\n".join(lines)
-
-
 def _setting(name: str) -> Any:
-    """Return the property of one hyperparameter of the whole optimizer."""
-
     def write(self: Any, value: Any) -> None:
         if self.hyperparameters.set(name, value):
             self._aim()
@@ -126,14 +100,9 @@ class Answers:
         return CoverageReport(number, sum(trained.values()), left, skipped, elsewhere)
 
     @property
-    def skipped(self) -> dict[str, str]:
-        """The parameters that ``skip_layers`` leaves out, and the pattern."""
-        return self.registry.skipped
-
-    @property
-    def assignment(self) -> Assigned:
-        """The owners of each layer's factors: a mapping from layer names, printed line by line."""
-        return Assigned(self.registry, self.ranks.grid)
+    def assignment(self) -> dict[str, Placement]:
+        """The ranks that own each layer's factors A and G, by the layer's name."""
+        return {name: self.registry.placements[name] for name in self.layers}
 
     @property
     def account(self) -> Account:
@@ -156,20 +125,16 @@ class Answers:
             raise KeyError(f"no covered layer {name!r}; there are {', '.join(registry.layers)}")
         if not registry.states[name].has_average:
             raise KeyError(f"layer {name!r} has no statistics yet")
-        group, values, absent = self.groups.of[layer], list[Tensor](), []
-        for label in ("A", "G"):
-            side = group.a if (label == "A") != layer.turned else group.g
-            if layer in side.owned:
-                values.append(side.averages["average"][side.owned[layer]])
-            else:
-                owner = registry.owner(layer, side.name)
-                absent.append(f"{label} is on rank {owner}")
-        if absent:
-            raise KeyError(
-                f"this rank lacks factors of layer {name!r}: {' and '.join(absent)}; ask on that "
-                "rank. colocate_factors=True puts A and G on one"
-            )
-        a, g = values
+        group, values = self.groups.of[layer], list[Tensor]()
+        for label, side in zip("GA" if layer.turned else "AG", (group.a, group.g), strict=True):
+            if layer not in side.owned:
+                raise KeyError(
+                    f"this rank lacks factors of layer {name!r}: {label} is on rank "
+                    f"{registry.owner(layer, side.name)}; ask on that rank. colocate_factors=True "
+                    "puts A and G on one"
+                )
+            values.append(side.averages["average"][side.owned[layer]])
+        a, g = reversed(values) if layer.turned else values
         return a, g
 
     def memory_usage(self) -> dict[str, int]:
@@ -189,9 +154,8 @@ class Answers:
 
         "factors" go to their owners, "second_order" state to the gradient workers, "gradients" to
         receivers, and "status" is the numbers that ranks exchange. The mean is over whole intervals
-        as they are now set, with every layer in use, and without early refreshes, each about as
-        much as the first step. It follows from shapes: no collective is called. DDP's all-reduce of
-        gradients does not count.
+        as they are now set, without early refreshes. It follows from shapes: no collective is
+        called. DDP's all-reduce of gradients does not count.
         """
         intervals = self.factor_update_steps, self.inv_update_steps
         return self.account.per_step(self.schedule, *intervals)[self.ranks.rank]
@@ -199,26 +163,22 @@ class Answers:
     def metrics(self, *, wait: bool = False) -> dict[str, float]:
         """Return how training goes on this rank, as plain numbers by name; no collective is called.
 
-        Steps, the share of covered parameters, layers without statistics, refreshes done and
-        failed, rejected statistics, the largest share of a gradient from elsewhere, bytes kept and
-        received in a step, and the age of layers' state in steps. With ``wait``, the host waits for
-        the device's numbers, too: the last step's "clip", and of the factors that this rank owns
-        "residual" (of roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of
-        factors with the damping, under "eigen"), each with "_mean" and "_max".
+        Steps, layers without statistics, refreshes done and failed, rejected statistics, bytes
+        kept, and the age of layers' state in steps. With ``wait``, the host waits for the device's
+        numbers, too: the last step's "clip", and of the factors that this rank owns "residual" (of
+        roots S, ‖S F̂ S - I‖ / √n with the averages of now), or "condition" (of factors with the
+        damping, under "eigen"), each with "_mean" and "_max".
         """
         registry, groups, rule = self.registry, self.groups, self.rule
         states = [registry.states[layer.name] for layer in registry.active]
         # Without ``wait``, plain numbers alone: a tensor that is read here stops the host.
         numbers: dict[str, float] = {
             "steps": self.steps,
-            "covered_share": self.coverage().share,
             "layers_without_statistics": sum(not x.has_average for x in states),
             "refreshes": sum(x.refreshes for x in states),
             "failures": sum(x.failed for x in states),
             "rejected": sum(x.rejected for x in states),
-            "elsewhere_max": max((x.elsewhere for x in states), default=0.0),
             "bytes": self.memory_usage()["total"],
-            "bytes_received": self.communication_volume()["total"],
         }
         refreshed = [x.refreshed for x in states if x.has_state and x.refreshes]
         ages: list[float] = [self.steps - 1 - step for step in refreshed]
@@ -245,10 +205,8 @@ class Answers:
         Call this method between the forward pass and ``loss.backward()``, on all ranks, with the
         ``outputs`` that the loss is computed from, without padding: ``outputs[mask]``. ``kind`` is
         the loss: "cross_entropy" of logits, or "mse". A call costs one backward pass in steps that
-        gather statistics, in others nothing; no ``.grad`` changes.
-
-        ``dim`` is the dimension of classes (by default as in torch's cross_entropy) or of features.
-        Step and rank are the seed, not torch's seed.
+        gather statistics, in others nothing; no ``.grad`` changes. ``dim`` is the dimension of
+        classes (by default as in torch's cross_entropy) or of features.
         """
         if self.options.kaisa_scaling:
             raise invalid_because(
@@ -287,40 +245,6 @@ def nothing_captured(step: int) -> RuntimeError:
     )
 
 
-def warn_at_construction(kfac: Answers) -> None:
-    """Name the parameters that are not covered, wide factors, and a group without a CPU backend."""
-    report, ranks, most = kfac.coverage(), kfac.ranks, kfac.rule.slow_above
-    if ranks.rank == 0:
-        logger.info("%s", report)
-    text = poor_coverage(report)
-    if text:
-        agree.warn(ranks, text)
-    wide = []
-    for layer in kfac.layers.values():  # frozen ones, too: they may be trained later
-        task, on_cpu = task_of(layer), layer.weight is not None and layer.weight.is_cpu
-        for side, n, is_diagonal in (
-            ("A", task.a, task.diagonal_a),
-            ("G", task.g, task.diagonal_g),
-        ):
-            if on_cpu and n > most and not is_diagonal:
-                wide.append(f"  {task.name}: {side} has {n} columns\n")
-    if wide:
-        agree.warn(
-            ranks,
-            f"eigenvectors of factors wider than {most} hold a CPU up at each refresh:\n"
-            f"{''.join(wide)}for a diagonal factor in its place give a lower max_factor_size; "
-            'compute_method="inverse", where your other options admit it, takes about a fifth of '
-            "the time",
-        )
-    if ranks.status_device:
-        agree.warn(
-            ranks,
-            f"the process group has no backend for the CPU, only for {ranks.status_device}, so "
-            f"ranks agree through {ranks.status_device}, and the host waits for it in most steps; "
-            'add gloo for the CPU to the group, as in init_process_group("cpu:gloo,cuda:nccl")',
-        )
-
-
 def poor_coverage(report: CoverageReport) -> str:
     """Return a warning if much of a model is left to the base; else an empty text."""
     # Parameters that options leave out, and those that scale or shift entries, are no news.
@@ -333,26 +257,6 @@ def poor_coverage(report: CoverageReport) -> str:
     named = "\n".join(lines)
     text = "the base optimizer updates these parameters with their raw gradients"
     return f"{text}:\n{named}\n{report.amount}"
-
-
-def name_layers_without_statistics(kfac: Answers, named: set[Layer]) -> None:
-    """Warn once of each layer that has a gradient but no average; ``named`` is filled."""
-    # Each rank warns of its own layers. A collective would hang here: ranks differ in gradients.
-    for layer in [x for group in kfac.groups.all if group.applied for x in group.layers]:
-        state = kfac.registry.states[layer.name]
-        if state.has_average or layer in named:
-            continue
-        # Search calls around the layer's module first; coverage() reports layers by use.
-        if layer.watchable and state.unseen and (layer.by_use or state.unseen < PATIENCE):
-            continue
-        if any(p.grad is not None for p in layer.parameters):
-            named.add(layer)
-            warnings.warn(
-                f"layer {layer.name!r} has a gradient but no statistics, so its raw gradient "
-                "is used; its weight may be in use outside of its module's forward, or the "
-                "forward pass was paused()",
-                stacklevel=3,
-            )
 
 
 def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witness) -> None:

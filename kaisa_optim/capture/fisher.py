@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.ranks import Ranks
 from ..errors import invalid, invalid_because
 from ..layers import Moments
 from .hooks import Call, Capture
@@ -24,13 +23,10 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
     """Return the dimension of classes or features; refuse what can't be drawn for."""
     if kind not in ("cross_entropy", "mse"):
         raise invalid("kind", kind, 'it must be "cross_entropy" or "mse"')
-    if not isinstance(outputs, Tensor):
-        why = f"{type(outputs).__name__}; pass the tensor that the loss is of"
+    if not isinstance(outputs, Tensor) or outputs.dim() == 0 or not outputs.is_floating_point():
+        why = "they are no real numbers by example; pass the tensor that the loss is of"
         raise invalid_because("outputs", why)
     shape, sides = tuple(outputs.shape), outputs.dim()
-    if sides == 0 or not outputs.is_floating_point():
-        why = f"shape {shape}, {outputs.dtype}; they must be real numbers, the batch first"
-        raise invalid_because("outputs", why)
     if not outputs.requires_grad:
         why = "they have no graph; pass what the model returned with gradients enabled, before"
         raise invalid_because("outputs", f"{why} loss.backward()")
@@ -48,11 +44,8 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
 def draw(
     outputs: Tensor, kind: str, dim: int, seed: tuple[int, ...], capture: Capture, sums: Any
 ) -> None:
-    """Gather G of drawn labels, on the scale of the sum of the terms that K counts.
-
-    Drawn gradients go back to the layers that gather. Their G replaces the G of the training pass
-    to come. No parameter receives a gradient.
-    """
+    """Gather G of drawn labels, on the scale of the sum of the terms that K counts."""
+    # The calls keep the drawn G, which replaces the G of the training pass to come.
     # Not from torch's own generator: training must draw the same numbers with and without this.
     digest = hashlib.blake2b(repr(seed).encode(), digest_size=8).digest()
     generator = torch.Generator(outputs.device)
@@ -100,17 +93,3 @@ def drawn(outputs: Tensor, kind: str, dim: int, generator: torch.Generator) -> T
     clocks = torch.empty_like(p).exponential_(generator=generator)
     label = (p / clocks).argmax(dim, keepdim=True)
     return (p - torch.zeros_like(p).scatter_(dim, label, 1.0)).to(dtype)
-
-
-def raise_half(ranks: Ranks, calls: int, names: list[str]) -> None:
-    """Raise on all ranks: gradients were drawn for some passes of a step only; name the others."""
-    of_ranks = ranks.gather_objects((calls, names[:3]), "naming passes that were not drawn for")
-    said = "; ".join(
-        f"rank {rank}: {calls} calls" + (f", not for {', '.join(names)}" if names else "")
-        for rank, (calls, names) in enumerate(of_ranks)
-    )
-    raise RuntimeError(
-        f"sample_fisher was called for some passes of this step and not for others ({said}); call "
-        "sample_fisher on every rank between each forward pass and its backward pass, with all "
-        "outputs that the loss reads. Under torch.utils.checkpoint, use_reentrant=False is needed"
-    )

@@ -45,12 +45,10 @@ Layers = Collection[Layer]
 
 
 class Tap(torch.autograd.Function):
-    """Identity on a layer's output; its backward pass hands input and output gradient to a call.
+    """Identity on a layer's output; its backward pass hands input and output gradient to a call."""
 
-    There is no setup_context: torch would look up its signature in every call. Torch's transforms
-    need one, so nothing is tapped under them.
-    """
-
+    # There is no setup_context: torch would look up its signature in every call. Torch's transforms
+    # need one, so nothing is tapped under them.
     @staticmethod
     def forward(ctx: Any, output: Tensor, x: Any, call: Any, probe: Any, unseen: bool) -> Tensor:
         # Save the input by autograd's own way: as an attribute of ctx, a checkpoint could not drop
@@ -77,12 +75,10 @@ class Tap(torch.autograd.Function):
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One call of a layer in a forward pass, as its backward pass has to know it.
+    """One call of a layer in a forward pass, as its backward pass has to know it."""
 
-    The forward decides what is gathered: by the time of the backward pass, task and frozen
-    parameters of the layer may be those of another step.
-    """
-
+    # The forward decides what is gathered, and the backward pass must read these fields alone: by
+    # then, task and frozen parameters of the layer may be those of another step.
     capture: Capture
     layer: Layer
     forward_pass: passes.ForwardPass
@@ -107,11 +103,8 @@ class Call:
 
 
 class _Hook:
-    """A hook on a module, which calls a method of the capture.
-
-    It must not keep the capture alive: the model outlives its optimizers.
-    """
-
+    # A hook on a module, which calls a method of the capture. It must not keep the capture alive:
+    # the model outlives its optimizers.
     def __init__(self, method: Any, layer: Layer | None = None) -> None:
         self.capture, self.function = weakref.ref(method.__self__), method.__func__
         self.layer = layer  # whose output is all that the hook sees, if any
@@ -146,17 +139,16 @@ def refuse_data_parallel(module: nn.Module) -> None:
 
 
 def _remove(handles: list[Any]) -> None:
+    # Empty the list itself: finalizers hold it, and would else remove the hooks twice.
     while handles:
         handles.pop().remove()
 
 
 class Capture:
-    """Owns the hooks on one model for one optimizer, and adds moments to the sums.
+    """Owns the hooks on one model for one optimizer, and adds moments to the sums."""
 
-    Where K ``counts`` the passes of all layers, those that do not gather note their passes. Where K
-    does not count, G has no scale: moments are of gradients divided by a unit.
-    """
-
+    # Where K ``counts`` the passes of all layers, those that do not gather note their passes. Where
+    # K does not count, G has no scale: moments are of gradients divided by a unit.
     def __init__(
         self,
         model: nn.Module,
@@ -189,7 +181,6 @@ class Capture:
         # An input of every tap that gathers: a derivative by it runs taps, but no parameter's node.
         self.probe = torch.empty(0, requires_grad=True, device="cpu")
         self._begun: dict[Layer, int | None] = {}  # the backward pass that last found no gradient
-        self._looked: int | None = None  # the backward pass that last looked for all gradients
         self._passes = passes.ForwardPasses()
         # The function modes that run modules' forwards, the innermost last; None: no mode.
         self._modes: list[Any] = []
@@ -240,11 +231,8 @@ class Capture:
     # ---- a step ----
 
     def arm(self, due: Layers | None, missing: Layers = (), sample: Sample | None = None) -> None:
-        """Write what each layer's hook does in the passes up to the next step.
-
-        Those that are ``due`` gather by their slot; None: nothing gathers. ``missing`` have no
-        average: they gather if they train. ``sample`` are the rows that are read; None: all rows.
-        """
+        """Write what each layer's hook does in the passes up to the next step; None: nothing."""
+        # ``missing`` layers have no average: they gather if they train, in their slot or not.
         self.is_armed = due is not None
         if not (self.is_armed or self.gathers):
             return  # the tasks are as they are to be
@@ -264,16 +252,14 @@ class Capture:
             self.witness.arm(gathering)
 
     def _follow_changes(self) -> None:
-        """Arm anew if a parameter was frozen or unfrozen since; the model's call does so once."""
+        # Arm anew if a parameter was frozen or unfrozen since. The model's call does so once, and
+        # its layers must not: the list of flags would cost each of them more than its hook.
         looks = self.is_armed and self._passes.depth == 0
         if looks and [p.requires_grad for p in self._trainable] != self._flags:
             self.arm(self.wanted, self._missing, self.sample)
 
     def compared(self) -> bool:
-        """Read what was compared since the last step; return whether a layer has to be named.
-
-        Before it is named, its uses are looked for once more.
-        """
+        """Read what was compared since the last step; return whether a layer has to be named."""
         witness = self.witness
         if witness.handles or witness.later or witness.results:
             with self.errors:
@@ -281,10 +267,8 @@ class Capture:
         return bool(witness.elsewhere.keys() - witness.named)
 
     def reset(self) -> None:
-        """Start anew after a step, which has consumed the statistics.
-
-        After a quiet step, which must stay cheap, no other function is called.
-        """
+        """Start anew after a step, which has consumed the statistics."""
+        # After a quiet step, which must stay cheap, no other function may be called.
         calls = self._passes
         if calls.depth or self._modes or self.shared:
             self.break_off()
@@ -313,11 +297,9 @@ class Capture:
         _remove(self.witness.handles)
 
     def break_off(self) -> None:
-        """Leave calls of modules that were interrupted, and forget the last input's moment.
-
-        After an interrupt, as by Ctrl-C, torch runs no hook that ends a call. A mode that stays
-        would see all that this thread runs from then on.
-        """
+        """Leave calls of modules that were interrupted, and forget the last input's moment."""
+        # After an interrupt, as by Ctrl-C, torch runs no hook that ends a call. A mode that stays
+        # would see all that this thread runs from then on.
         self.shared.clear()
         self._passes.depth, self._passes.running = 0, None
         # A mode of the user's may be above the innermost one, and has to end first.
@@ -356,8 +338,8 @@ class Capture:
             calls.running.end, calls.running = passes.sequence_nr(), None
 
     def _sees(self, layers: list[Layer]) -> bool:
-        """Return whether this pass has to see calls of these layers; most passes need not."""
-        # Under a transform no call is tapped, and TorchScript traces no mode.
+        # Most passes need not see the calls, and must not pay for a mode. Under a transform no call
+        # is tapped, and TorchScript traces no mode.
         if not layers or not torch.is_grad_enabled() or passes.is_transformed():
             return False
         self._follow_changes()
@@ -378,6 +360,8 @@ class Capture:
     # ---- uses beside a layer's own module ----
 
     def _run_under(self, scope: Scope | None) -> None:
+        # Each call of a module pushes one entry, and its end pops one. Within a mode that sees
+        # calls already, a second mode would tap each of them twice: the running one is taken.
         mode: WatchMode | None = None
         if scope is not None:
             mode = next((m for m in self._modes if isinstance(m, WatchMode)), None)
@@ -388,7 +372,6 @@ class Capture:
         self._modes.append(mode)
 
     def _note(self, layer: Layer) -> None:
-        """Note the module that uses a layer's weight, or that casts it, as one to be watched."""
         self._noted[layer, next(running_calls())["self"]] = None
 
     def _watch_at(self, layer: Layer, module: nn.Module) -> None:
@@ -399,21 +382,8 @@ class Capture:
             watched.append(layer)
 
     def _watch_calls(self, module: nn.Module, args: Any) -> None:
-        """Run a module's forward under a mode that finds uses, if the pass gathers."""
         layers = self._watched[module]
         self._run_under(Scope(layers) if self._sees(layers) else None)
-
-    def look_around(self, model: nn.Module, layers: Layers) -> None:
-        """Watch calls of layers, of which no call was seen, in all modules around their own.
-
-        A search sees the model's own calls alone, and users may call its parts.
-        """
-        paths = {module: name for name, module in model.named_modules()} if layers else {}
-        for layer in layers:
-            path = "" if layer.interceptor else paths.get(layer.module, "")
-            while path:
-                path = path.rpartition(".")[0]
-                self._watch_at(layer, model.get_submodule(path))
 
     def takes(self, layer: Layer) -> bool:
         """Return whether the mode reads a call with a layer's weight, and not its module's hook."""
@@ -443,7 +413,7 @@ class Capture:
         return None if substituted or x is None else self._tap(layer, output, x)
 
     def _tap(self, layer: Layer, output: Tensor, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        """Return the output behind a tap, or unchanged if the call has no part in training."""
+        # Return the output behind a tap, or unchanged if the call has no part in training.
         covers, outer = layer.covers_now(), passes.graph_task()
         again = None if outer is None else self._passes.again()
         paused = bool(self._passes.paused if again is None else again.paused)
@@ -463,8 +433,13 @@ class Capture:
             forward_pass = self._passes.current(layer, x)
             call = Call(self, layer, forward_pass, covers, blocks, outer, task)
         if call is not None and gathers:
-            if covers[0] and layer.reads_dense_only:
-                _refuse_other_than_dense(layer, x)
+            if covers[0] and layer.reads_dense_only and (x.is_nested or x.layout != torch.strided):
+                kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
+                raise TypeError(
+                    f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
+                    "not read; give it a padded or dense one, or build the optimizer with "
+                    f"skip_layers=[{layer.name!r}]"
+                )
             self.tapped = True
             call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)
@@ -514,10 +489,8 @@ class Capture:
                 self.witness.add(call, x, grad)
 
     def _reach(self, call: Call) -> None:
-        """Note that a pass that trains comes to a layer; drop sums whose gradients are gone.
-
-        Sums end with their gradients: users drop both by the model's own zero_grad.
-        """
+        # Note that a pass that trains comes to a layer. Sums end with their gradients, which users
+        # drop by the model's own zero_grad: sums that stayed would count in the next step's K.
         self.backwards += 1
         self._passes.close_loose()
         layer, sums, parameter = call.layer.primary, self._sums, call.parameter
@@ -529,31 +502,11 @@ class Capture:
         if begins and self._begun.get(layer) != task:
             self._begun[layer] = task
             sums.drop(layer)
-            # Gradients of layers that this pass need not reach may be gone, too. Look once a pass:
-            # a hook of the user's may clear gradients of this very pass, whose rows must stay. A
-            # reentrant checkpoint's pass runs within one that has brought rows without gradients.
-            if call.outer is None and task != self._looked:
-                self._looked = task
-                # Gradients that fully_shard holds back can't be told from gradients that are gone.
-                for other in sums.passes.keys() - self.sharded:
-                    p = other.weight if other.covers_now()[0] else other.bias
-                    if p is not None and p.grad is None and self._begun.get(other) != task:
-                        sums.drop(other)
         sums.passes.setdefault(layer, set()).add(call.forward_pass)
 
 
-def _refuse_other_than_dense(layer: Layer, x: Tensor) -> None:
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-        raise TypeError(
-            f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
-            "not read; give it a padded or dense one, or build the optimizer with "
-            f"skip_layers=[{layer.name!r}]"
-        )
-
-
 def _held(layer: Layer, x: Tensor, part: Part) -> Tensor:
-    """Return what a tap holds of an input: the input itself, if the layer's own node holds it."""
+    # A tap holds the input itself if the layer's own node holds it, which costs no memory.
     device, dtype = x.device.type, x.dtype
     casts = layer.cast_by_autocast and torch.is_autocast_enabled(device)
     if casts and x.is_floating_point() and dtype != torch.float64:

@@ -25,10 +25,6 @@ top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None
 class ForwardPass:
     """One forward pass of the model, and how many terms its loss averages if the pass trains."""
 
-    shape: torch.Size | None
-    examples: int | None
-    positions: int
-
     def __init__(self, batch: Any, *, paused: bool, first: Layer | None = None) -> None:
         self.paused = paused
         self.first = first  # the layer that began the pass, if the model itself was not called
@@ -42,7 +38,9 @@ class ForwardPass:
 
     def measure(self, batch: Any) -> None:
         """Count the examples and positions of an input; unknown inputs have ``None`` examples."""
-        self.shape, self.examples, self.positions = None, None, 0
+        self.shape: torch.Size | None = None
+        self.examples: int | None = None
+        self.positions = 0
         images = batch if isinstance(batch, list) else [None]
         tensor = first_tensor(batch)
         if isinstance(batch, PackedSequence):
@@ -101,17 +99,15 @@ class ForwardPasses:
         self.loose: ForwardPass | None = None  # the last pass of layers without the model
         # Bounded, since passes that never meet a backward pass would pile up.
         self._recent: deque[ForwardPass] = deque(maxlen=1024)
-        self._recomputed: tuple[int, ForwardPass] | None = None
+        self._recomputed: dict[int | None, ForwardPass] = {}  # by its backward pass
 
     def begin(self, batch: Any, first: Layer | None = None) -> ForwardPass:
-        """Begin a pass of the model, or of layers without it."""
         self.close_loose()
         forward_pass = ForwardPass(batch, paused=self.paused > 0, first=first)
         self._recent.append(forward_pass)
         return forward_pass
 
     def current(self, layer: Layer, x: Tensor) -> ForwardPass:
-        """Return the pass that a call of a layer belongs to."""
         forward_pass = self.running or self.again() or self._loose_pass(layer, x)
         if forward_pass.examples is None:
             forward_pass.measure(x)
@@ -133,17 +129,15 @@ class ForwardPasses:
         return None
 
     def _loose_pass(self, layer: Layer, x: Tensor) -> ForwardPass:
-        """Return the pass through layers that are called without the model around them.
-
-        The pass has the batch of the outermost module that runs: a router may give the first layer
-        a part of the examples, or none. The pass lasts until a backward pass, or until its first
-        layer is called again. All layers that one backward pass recomputes share one pass.
-        """
-        task, loose, recomputed = graph_task(), self.loose, self._recomputed
-        if task is not None and recomputed is not None and recomputed[0] == task:
-            return recomputed[1]
+        # A pass without the model lasts until a backward pass, or until its first layer is called
+        # again. All layers that one backward pass recomputes share one pass.
+        task, loose = graph_task(), self.loose
+        if task in self._recomputed:
+            return self._recomputed[task]
         if task is None and loose is not None and not loose.is_over and loose.first is not layer:
             return loose
+        # Take the batch of the outermost module that runs: a router may give the first layer a part
+        # of the examples, or none, and K would be too small.
         batch: Any = x
         for call in running_calls():  # from the innermost outwards
             argument = batch_of(call["args"], call["kwargs"])
@@ -151,8 +145,9 @@ class ForwardPasses:
         if task is None:
             self.loose = self.begin(batch, layer)
             return self.loose
-        self._recomputed = task, ForwardPass(batch, paused=self.paused > 0, first=layer)
-        return self._recomputed[1]
+        # A table of one: a pass that only a recomputation sees ends with its backward pass.
+        self._recomputed = {task: ForwardPass(batch, paused=self.paused > 0)}
+        return self._recomputed[task]
 
     def close_loose(self) -> None:
         """End the pass of layers that were called without the model."""
@@ -178,11 +173,9 @@ def is_transformed() -> bool:
 
 
 def is_checkpointed() -> bool:
-    """Return whether torch.utils.checkpoint's forward or recomputation runs.
-
-    Both must save the same tensors, though other layers may gather by the time of the second: so
-    under a checkpoint every output is tapped, and the record of the first forward decides.
-    """
+    """Return whether torch.utils.checkpoint's forward or recomputation runs."""
+    # Both must save the same tensors, though other layers may gather by the time of the second: so
+    # under a checkpoint every output is tapped, and the record of the first forward decides.
     if top_hooks is None:
         return True  # torch 2.6 does not tell; an idle tap holds nothing of its own
     hooks = top_hooks(False)

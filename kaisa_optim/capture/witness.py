@@ -34,7 +34,7 @@ _Pass = tuple[Layer, int | None]  # a layer in one backward pass
 
 
 class _Sum:
-    """The gradients of weight and bias that a layer's calls in one backward pass make so far."""
+    # The gradients of weight and bias that a layer's calls in one backward pass make so far.
 
     def __init__(self, layer: Layer, like: Tensor) -> None:
         matrix = layer.weight_view(like.detach()).flatten(2)
@@ -44,7 +44,7 @@ class _Sum:
         self.rounding = [matrix.new_zeros((), dtype=dtype) for _ in parts]
 
     def add(self, call: Call, x: Tensor, grad: Tensor) -> bool:
-        """Add a call's Σ g aᵀ; return False if its kind does not tell."""
+        # Return False if the call's kind does not tell, and the layer can't be compared.
         use = call.layer
         matrix = use.gradient(x, grad)
         if matrix is None:
@@ -63,7 +63,7 @@ class _Sum:
         return True
 
     def share(self, part: int, whole: Tensor) -> Tensor:
-        """Return the share of a whole gradient that the calls do not make; free what they make."""
+        # Free what the calls make: at most one layer's sum may live beside the gradients.
         made = self.made.pop(part)
         whole = whole.reshape(made.shape).to(made.dtype)
         missing = (whole - made).norm()
@@ -74,11 +74,9 @@ class _Sum:
 
 
 class FirstError(contextlib.AbstractContextManager[Any]):
-    """Holds the first error of a block until the step asks for it.
+    """Holds the first error of a block until the step asks for it."""
 
-    If a rank raised an error of its backward pass alone, the others would wait.
-    """
-
+    # If a rank raised an error of its backward pass alone, the others would wait.
     error: Exception | None = None
 
     def __init__(self, *, holds: bool) -> None:
@@ -169,10 +167,8 @@ class Witness:
             self._sums[key] = None
 
     def compare(self, layer: Layer, part: int, grad: Tensor) -> None:
-        """Compare the whole gradient of a weight or bias with its calls' in this backward pass.
-
-        A pass that comes to no call, as within a reentrant checkpoint, trains by other uses alone.
-        """
+        """Compare a weight's or bias's whole gradient with its calls' in this backward pass."""
+        # A pass without a call, as within a reentrant checkpoint, trains by other uses alone.
         key, parameter = (layer, graph_task()), layer.bias if part else layer.weight
         assert parameter is not None
         if grad.is_sparse or (key not in self._sums and not accumulates_into(parameter)):
@@ -186,7 +182,6 @@ class Witness:
         self._take(key, part, layer.weight_view(grad.detach()))
 
     def _take(self, key: _Pass, part: int, whole: Tensor) -> None:
-        """Take the share of a whole gradient that comes from other sources."""
         if key not in self._sums:
             share = whole.norm() / whole.norm()  # of zero: that tells nothing
         elif (total := self._sums[key]) is None:

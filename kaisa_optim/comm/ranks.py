@@ -105,8 +105,6 @@ class Ranks:
 
     # Copies within a column or a row of the grid go over the whole group, too: groups of their own
     # would be many, and ranks that are not in ``group`` would have to take part in making them.
-    status_device: str | None = None  # that carries the status numbers, if the CPU has no backend
-
     def __init__(
         self,
         group: Any,
@@ -131,7 +129,6 @@ class Ranks:
             self._host = torch.device(self.group._device_types[0])
             if device is not None and device.type == self._host.type:
                 self._host = device
-            self.status_device = self._host.type
 
     def members(self) -> list[int]:
         """Return the global ranks, in the order of this group's ranks."""

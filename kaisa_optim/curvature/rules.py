@@ -31,7 +31,6 @@ class Rule(ABC):
     damps = True  # :meth:`solve` adds damping to the factors
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     largest = math.inf  # number in a state that is no fault
-    slow_above = math.inf  # columns beyond which a decomposition holds a CPU up
     makes_directions = False  # new gradients are directions of steps
     length: Length | None = None  # which gives these their length
     renews = False  # some tensors follow from new state, by :meth:`renew`
@@ -133,7 +132,6 @@ class EigenRule(Rule):
     damps = False
     quality = "condition"
     reads_damping = True
-    slow_above = 4096  # a core of a CPU then takes a quarter of a minute or more
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         return (factors.clamp(min=0),) if diagonal else products.eigendecompose(factors)

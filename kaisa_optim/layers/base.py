@@ -102,7 +102,6 @@ class Layer:
     reads_dense_only = False  # nested and sparse inputs are refused
     keeps_another = False  # the forward keeps a tensor made of its input, and not the input
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
-    watchable = False  # calls with its weight tell all that its statistics need
     input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
     sectioned = False  # a call may see some blocks alone
     # A function mode to run the module's forward under, if the output alone tells too little. It is

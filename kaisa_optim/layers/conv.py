@@ -124,7 +124,6 @@ def windows(
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_Spatial):
-    watchable = True
     module: _Conv
 
     def __init__(self, name: str, module: _Conv) -> None:

@@ -39,7 +39,7 @@ class SequenceRows(Layer):
 
 @register_layer(nn.Linear)
 class LinearLayer(SequenceRows):
-    in_papers = watchable = True
+    in_papers = True
     input_dim = 1
 
     def input_rows_key(self) -> Hashable:
@@ -64,7 +64,7 @@ _KINDS["transformers.pytorch_utils.Conv1D"] = Conv1DLayer
 class EmbeddingLayer(Layer):
     """A table: rows are one-hot, so A is the diagonal of token frequencies."""
 
-    diagonal_input = watchable = reads_dense_only = True
+    diagonal_input = reads_dense_only = True
     input_dim = 0
 
     def __init__(self, name: str, module: nn.Embedding) -> None:
@@ -143,7 +143,7 @@ SCALES = "scales or shifts entries: the base optimizer steps it"
 class MatrixLayer(SequenceRows):
     """A matrix, or a stack of them such as experts', that multiplies rows."""
 
-    watchable = sectioned = True
+    sectioned = True
     input_dim = 1
 
     def __init__(self, path: str, module: nn.Module, name: str) -> None:

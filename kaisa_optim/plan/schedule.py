@@ -119,8 +119,7 @@ class LayerState:
     before: int = -1  # the step of the one before it
     rejected: int = 0  # refreshes in which statistics that were not finite were left out
     missed: int = 0  # gathering steps since the slot passed without a pass through the layer
-    missed_with_gradient: int = 0  # missed steps in which the layer had a gradient
-    unseen: int = 0  # exchanges in which a gradient but no pass came, before there is an average
+    unseen: int = 0  # exchanges since the last pass in which a gradient but no pass came
     elsewhere: float = 0.0  # share of the gradient from other sources than rows, once it was named
     deferred: bool = False  # owners tell in the next exchange whether the last refresh failed
 
@@ -130,7 +129,7 @@ class LayerState:
         ``deferred`` stays, since ranks must agree on how many answers they exchange.
         """
         self.has_average = self.has_state = False
-        self.missed = self.missed_with_gradient = self.unseen = 0
+        self.missed = self.unseen = 0
         self.elsewhere = 0.0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.comm.ranks import Ranks
 from tests.support.ranks import run
 from tests.support.training import descend, recorded_warnings
 
@@ -60,25 +58,6 @@ def with_a_tensor_rate() -> str:
 def test_a_tensor_rate_that_one_rank_changed_is_named():
     for text in run(2, with_a_tensor_rate):
         assert "lr of parameter group 0" in text and "0.2" in text
-
-
-def without_the_cpu() -> tuple[list[str | None], list[str]]:
-    groups = dist.new_group(), dist.new_group(backend="cuda:gloo")
-    devices = [Ranks(g, bucket_cap_mb=1, comm_dtype=None).status_device for g in groups]
-    with (
-        mock.patch.object(Ranks, "status_device", "cuda"),
-        recorded_warnings("no backend for the CPU") as texts,
-    ):
-        KFACSGD(nn.Linear(3, 2), lr=0.1)
-    return devices, texts
-
-
-def test_a_group_that_has_no_backend_for_the_cpu_is_named_once() -> None:
-    """There, as with NCCL alone, the host waits for the device in most steps."""
-    results = run(2, without_the_cpu)
-    assert [devices for devices, _ in results] == [[None, "cuda"]] * 2
-    assert [len(texts) for _, texts in results] == [1, 0]
-    assert "only for cuda" in results[0][1][0] and "cpu:gloo,cuda:nccl" in results[0][1][0]
 
 
 def warned() -> list[str]:

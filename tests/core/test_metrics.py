@@ -26,14 +26,11 @@ def test_counts_follow_the_steps():
     layers = len(kfac.layers)
     assert kfac.metrics() == {
         "steps": 1,
-        "covered_share": kfac.coverage().share,
         "layers_without_statistics": 0,
         "refreshes": layers,
         "failures": 0,
         "rejected": 0,
-        "elsewhere_max": 0.0,
         "bytes": kfac.memory_usage()["total"],
-        "bytes_received": 0.0,
         "age_mean": 0.0,
         "age_max": 0,
     }
@@ -122,4 +119,4 @@ def of_rank() -> dict[str, float]:
 def test_each_rank_tells_its_own_share_without_a_collective():
     one, other = run(2, of_rank)
     assert one["refreshes"] == other["refreshes"] == 2
-    assert one["bytes_received"] > 0 and one["residual_max"] != other["residual_max"]
+    assert one["residual_max"] != other["residual_max"]

@@ -323,7 +323,7 @@ SITUATIONS: list[tuple[Situation, dict[str, Any]]] = [
 
 @every_strategy
 @pytest.mark.parametrize(("situation", "options"), SITUATIONS)
-@pytest.mark.filterwarnings("ignore:layer .* no statistics", "ignore:state_dict")
+@pytest.mark.filterwarnings("ignore:state_dict")
 def test_ranks_take_the_steps_of_one_process(
     situation: Situation, options: dict[str, Any], strategy: str
 ) -> None:

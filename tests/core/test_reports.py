@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
-import warnings
 from pathlib import Path
 
 import pytest
@@ -77,16 +75,6 @@ def test_repr_tells_parts_of_a_module_and_what_is_frozen():
     assert opt.preconditioner.coverage().total == 12 + 6
 
 
-def test_steps_of_an_optimizer_whose_model_never_runs_are_told_once():
-    model = seeded(lambda: nn.Linear(3, 2))
-    opt, runs = quiet(model), copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="no parameter of the optimizer has ever had") as caught:
-        for _ in range(6):
-            runs(torch.ones(4, 3, dtype=torch.float64)).sum().backward()
-            opt.step()
-    assert len(caught) == 1
-
-
 def test_a_forward_pass_before_the_optimizer_was_built_is_told():
     model = seeded(lambda: nn.Linear(3, 2))
     loss = model(torch.ones(4, 3, dtype=torch.float64)).sum()
@@ -105,33 +93,6 @@ def test_a_step_of_the_preconditioner_alone_is_told_where_it_belongs():
         match=r"optimizer\.step\(\) calls preconditioner\.step\(\) itself; leave out the call",
     ):
         opt.preconditioner.step()
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "named"),
-    [
-        ("cpu", {}, ["0: A has 4101 columns", "1: G has 4097 columns"]),
-        ("cpu", {"max_factor_size": 4100}, ["1: G has 4097 columns"]),
-        ("cpu", {"max_factor_size": 4096}, []),
-        ("cpu", {"compute_method": "inverse"}, []),
-        ("meta", {}, []),
-    ],
-)
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_wide_factor_on_a_cpu_is_warned_of(device, options, named, frozen):
-    with torch.device(device):
-        net = nn.Sequential(nn.Linear(4100, 65), nn.Linear(65, 4097), nn.Linear(4095, 64))
-    net[0].requires_grad_(not frozen)  # it may be trained later
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        exact(net, **options)
-    texts = [str(w.message) for w in caught]
-    assert len(texts) == (1 if named else 0)
-    for text in texts:
-        lines = text.split("\n")
-        assert lines[1:-1] == [f"  {name}" for name in named]
-        assert "max_factor_size" in text and 'compute_method="inverse"' in text
-        assert caught[0].filename == str(Path(__file__).parents[1] / "support" / "watch.py")
 
 
 def test_coverage_as_data_and_in_one_line(caplog):
@@ -157,7 +118,7 @@ def test_coverage_as_data_and_in_one_line(caplog):
 def test_a_parameter_is_covered_if_calls_of_all_its_layers_are_found():
     opt = quiet(seeded(lambda: nn.MultiheadAttention(4, 2, kdim=5, vdim=6)))
     kfac = opt.preconditioner
-    assert kfac.metrics()["covered_share"] == 1
+    assert kfac.coverage().share == 1
     one = kfac.registry.states["q_proj"]
     one.unseen = 1
     report = kfac.coverage()
@@ -166,9 +127,8 @@ def test_a_parameter_is_covered_if_calls_of_all_its_layers_are_found():
         "in_proj_bias": 12,  # the layers of k and v have a part of it, too
     }
     assert (report.covered, report.total) == (64, 92)
-    assert kfac.metrics()["covered_share"] == report.share
     one.has_average = True
-    assert kfac.metrics()["covered_share"] == kfac.coverage().share == 1
+    assert kfac.coverage().share == 1
 
 
 def test_factors_of_an_unknown_layer_and_of_one_without_statistics():

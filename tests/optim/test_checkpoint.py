@@ -526,7 +526,6 @@ def ours_in(opt: Any) -> dict[Any, set[str]]:
     return {p: {key for key in entry if str(key).startswith("kfac")} for p, entry in entries}
 
 
-@pytest.mark.filterwarnings("ignore:layer .* has a gradient but no statistics")
 @pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
 def test_a_load_while_gradients_are_there_leaves_later_steps_their_entries(cls):
     model, opt = pair(cls, lr=0.01)
