@@ -318,29 +318,13 @@ def _picked(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 2 or kwargs:
-        return out
-    for table, rows in (args, args[::-1]):
-        operand = mode.find(table)
+    # A bias that has a call of its own is added to each row of its product. A sum with a table is
+    # no use, since K-FAC's steps of position tables were worse than the base optimizer's.
+    for value in args:
+        operand = mode.find(value)
         if operand is not None and operand.whole is operand.layer.bias:
             operand.layer.bias_apart = True
-        # A sum with a matrix or with another parameter makes another table, and no rows.
-        elif operand is not None and isinstance(rows, Tensor) and rows.dim() > 2:
-            out = out if mode.is_parameter(rows) else _positions(mode, operand, out)
     return out
-
-
-def _positions(mode: WatchMode, operand: Operand, out: Tensor) -> Tensor:
-    """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
-    size = operand.view.shape[-2:]
-    if size != out.shape[-2:] or size.numel() != operand.view.numel():
-        return out
-    place = place_of(operand.view.detach().flatten(0, -2), operand.whole)
-    if place is None or place.transposed:
-        return out
-    indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    operand = operand._replace(view=operand.whole.detach().flatten(0, -2))
-    return mode.rows(operand, out, indices.expand(out.shape[:-1]))
 
 
 def _cast(mode: WatchMode, out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

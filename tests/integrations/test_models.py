@@ -150,7 +150,7 @@ TRANSFORMERS: dict[str, Entry] = {
     "BART": words("Bart", SEQUENCES, SEQ2SEQ),
     "Whisper": words("Whisper", SEQUENCES, {**SEQ2SEQ, **OF_WHISPER}, on_spectra),
     **{
-        name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 1)
+        name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 0.95)
         for name, kind in VISION_TRANSFORMERS.items()
     },
 }
