@@ -51,7 +51,7 @@ def train(
     report = opt.preconditioner.coverage()
     # Scales and shifts are the base's in every network.
     left = sum(x.size for x in report.left.values() if not x.reason.startswith("scales or shifts"))
-    assert left <= (1 - least) * report.total, report.named()
+    assert left <= (1 - least) * report.total, report.left
     assert all(map(math.isfinite, values)), values
 
 
