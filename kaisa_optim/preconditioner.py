@@ -292,7 +292,7 @@ class Preconditioner(Answers):
                 break
             with label(PREFIX + "average"):
                 averages.update(factors, work, decay_of, scale_free=self.rule.scale_free)
-        if not all([state.has_average for state in registry.states.values()]):
+        if not all([x.has_average or x.unseen > PATIENCE for x in registry.states.values()]):
             reports.name_layers_without_statistics(self, status.named)
         return True
 
