@@ -54,7 +54,6 @@ REMEDIES = {
         "Save with torch.distributed.checkpoint, or load the weights alone into an unsharded model."
     ),
     "only some ranks have loaded": "Call load_state_dict() on all ranks.",
-    "needs the module classes": "Write @register_layer(ModuleClass).",
     "needs module classes": "Write @register_layer(ModuleClass).",
     "takes a subclass of Layer": "Derive the class from kaisa_optim.Layer.",
     "which must return rows": "Write the method that is named.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from .plan import assignment
 from .plan.assignment import Placement, Task
 from .plan.facts import LayerFacts, ShardPlaces, widest
 from .plan.schedule import LayerState
-
-logger = logging.getLogger("kaisa_optim")
 
 # Reasons why a parameter is left to the base; what the user skips is told with its pattern.
 _SKIPPED = ""
@@ -65,18 +62,16 @@ class CoverageReport:
     @property
     def amount(self) -> str:
         # Never say 100 % while a parameter is left.
-        percent = 100 * self.share if self.covered == self.total else min(99.9, 100 * self.share)
-        units = (" G", 10**9), (" M", 10**6), (" k", 10**3)
-        rounded = [f"{self.total / n:.3g}{unit}" for unit, n in units if self.total >= n]
-        return f"K-FAC covers {percent:.3g} % of {[*rounded, self.total][0]} parameters"
+        percent = 100 if self.covered == self.total else min(99.9, 100 * self.share)
+        return f"K-FAC covers {percent:.3g} % of {self.total:,} parameters"
 
     def __str__(self) -> str:
         names = [*self.left, *self.skipped]
         if not names:
             return self.amount
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        see = "print(optimizer.preconditioner)"
-        return f"{self.amount}; the base optimizer updates the rest ({shown}): {see}"
+        rest = f"the base optimizer updates the rest ({shown})"
+        return f"{self.amount}; {rest}: print(optimizer.preconditioner)"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -113,67 +108,52 @@ def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
             )
             raise invalid_because("params", why)
         if isinstance(p, UninitializedParameter):
-            why = (
-                f"{names[p][0]} has no shape yet; run the lazy model once before you build the "
-                "optimizer"
-            )
+            name = names[p][0]
+            why = f"{name} has no shape yet; run the lazy model once before you build the optimizer"
             raise invalid_because("params", why)
     return names
 
 
 def _layers_of(
-    name: str, module: nn.Module, claimed: set[nn.Module], *, is_trained: bool
+    name: str, module: nn.Module, claimed: set[nn.Module]
 ) -> tuple[list[Layer], Reasons]:
-    """Return a module's layers, and why parameters have none; claim parts that its kind covers."""
+    # Return a module's layers, and why its parameters have none; claim parts that its kind covers.
     kind, overrides = kind_of(module)
-    title, parts, why = type(module).__name__, [module], None
-    layers: list[Layer] = []
-    reasons: Reasons = {}
     if kind is None:
-        # Of an untrained lazy module even a shape must not be asked.
-        layers, reasons = declared(name, module) if is_trained else ([], {})
-    else:
-        why = kind.unsupported(module)
-        parameters = [p for p in module._parameters.values() if p is not None]
-        if any(not p.is_floating_point() for p in parameters):
-            why = f"{title} is not real-valued"
-        elif kind.interceptor is not None and any(map(sharding.is_sharded, parameters)):
-            why = f"{title}: its weights are sharded, and its projections can't be told apart then"
-        elif why is not None:
-            why = f"{title}: {why}"
-        if overrides:
-            # The kind's rows need not be those of another forward: calls alone tell the use.
-            usable = why is None and kind.interceptor is None
-            layers = kind.layers_of(name, module) if usable else []
-            layers = [layer for layer in layers if layer.weight is not None]
-            why = None if layers else f"{title} overrides a covered forward"
-        else:
-            layers = [] if why else kind.layers_of(name, module)
-            # An attention's projections are no calls of modules, whether it is covered or not.
-            if why is None or kind.interceptor is not None:
-                parts = [*module.modules()]
-                claimed.update(parts)
-    for layer in layers if kind is None or overrides else ():
-        layer.watched_in, layer.by_use = (module,), True
-    if why is not None:
-        reasons.update((p, why) for part in parts for p in part._parameters.values())
+        return declared(name, module)
+    why, parts, inside = kind.unsupported(module), [module], kind.interceptor is not None
+    if inside and any(map(sharding.is_sharded, module._parameters.values())):
+        why = "its weights are sharded, and its projections can't be told apart then"
+    layers = [] if why or (overrides and inside) else kind.layers_of(name, module)
+    if overrides:
+        # The kind's rows need not be those of another forward: calls alone tell the use.
+        layers = [layer for layer in layers if layer.weight is not None]
+        for layer in layers:
+            layer.watched_in, layer.by_use = (module,), True
+        why = None if layers else "it overrides a covered forward"
+    elif why is None or inside:
+        # An attention's projections are no calls of modules, whether it is covered or not. Without
+        # this claim, the out-projection would become a second layer, which never sees a call.
+        parts = [*module.modules()]
+        claimed.update(parts)
+    reasons: Reasons = {}
+    for part in parts if why else ():
+        reasons.update((p, f"{type(module).__name__}: {why}") for p in part._parameters.values())
     return layers, reasons
 
 
 def _tie(layers: list[Layer], names: Names, reasons: Reasons) -> set[Tensor | None]:
-    """Make one layer of each table or matrix that several modules share; return these weights.
-
-    The layer takes the rows of all uses. The base optimizer steps the biases of these modules.
-    """
+    # Make one layer of each table or matrix that several modules share; return these weights. The
+    # layer takes the rows of all uses. The base optimizer steps the biases of these modules.
     tied: set[Tensor | None] = set()
     users_of: dict[Tensor | None, list[Layer]] = {}
     for layer in layers:
-        if len(names.get(layer.weight, ())) > 1:
-            users_of.setdefault(layer.weight, []).append(layer)
+        users_of.setdefault(layer.weight, []).append(layer)
     for weight, users in users_of.items():
         plain = all(type(layer) in MATRICES and layer.blocks == 1 for layer in users)
+        count = len(names.get(weight, ()))
         # A module without a layer would use the weight unseen.
-        if not plain or len(users) != len(names[weight]) or weight in reasons:
+        if count < 2 or not plain or len(users) != count or weight in reasons:
             continue
         # A table before a matrix: its factor is a diagonal on the side of the vocabulary.
         primary = next((layer for layer in users if layer.diagonal_input), users[0])
@@ -185,25 +165,6 @@ def _tie(layers: list[Layer], names: Names, reasons: Reasons) -> set[Tensor | No
                 reasons[layer.bias], layer.bias = SCALES, None
         layers[:] = [x for x in layers if x is primary or x not in users]
     return tied
-
-
-def _claims(layer: Layer, names: Names, reasons: Reasons) -> bool:
-    """Return whether a layer's weight is its own; note why other parameters are left out."""
-    pair = layer.weight, layer.bias
-    for parameter in pair:
-        if len(names.get(parameter, ())) > 1:
-            reasons[parameter] = "shared by " + " and ".join(names[parameter])
-    is_parameter = layer.weight in names
-    if not is_parameter or layer.weight in reasons:
-        # A weight that is computed, or used elsewhere too, is no Kronecker product here.
-        reason = f"{type(layer.module).__name__} whose weight is no parameter of its own"
-        inner = [p for part in layer.module.modules() for p in part._parameters.values()]
-        for p in pair if is_parameter else inner:
-            reasons.setdefault(p, reason)
-        return False
-    if layer.bias in reasons:
-        layer.bias = None
-    return True
 
 
 def task_of(layer: Layer, covers: tuple[bool, bool] | None = None) -> Task:
@@ -233,7 +194,8 @@ class Registry:
         self.uncovered: dict[str, str] = {}  # parameters that no layer covers, and why
         self.skipped: dict[str, str] = {}  # parameters that skip_layers leaves out, and the pattern
         self.on_meta: dict[str, Tensor] = {}  # parameters with sizes, but without numbers
-        self.group_of: dict[Tensor, int] = {}  # the number of each parameter's group
+        # The optimizer's parameters of this model, covered or not, with their groups' numbers.
+        self.group_of: dict[Tensor, int] = {}
         self._accepted = set(known)  # parameters that are, or were, the model's
         # The groups' parameters by id, which is safe while they are held here: to hash a tensor is
         # a call of Python.
@@ -263,21 +225,15 @@ class Registry:
         return [layer for layer in self.layers.values() if layer.parameters]
 
     @property
-    def parameters(self) -> Iterable[Tensor]:
-        """All parameters that the optimizer has of this model, covered or not."""
-        return self.group_of.keys()
-
-    @property
     def unseen(self) -> dict[str, str]:
         """Parameters of layers that had a gradient, but no call that K-FAC can read; and why."""
-        why: dict[Tensor, str] = {}
+        titles: dict[Tensor, str] = {}
         for layer in self.active:
             if self.states[layer.name].unseen and not self.states[layer.name].has_average:
-                title = type(layer.module).__name__
-                text = f"{title} uses it in a way that no kind of layer knows"
-                why |= dict.fromkeys(layer.parameters, text)
-        named = unwrapped(self.model).named_parameters() if why else ()
-        return {name: why[p] for name, p in named if p in why}
+                titles |= dict.fromkeys(layer.parameters, type(layer.module).__name__)
+        named = unwrapped(self.model).named_parameters() if titles else ()
+        use = "uses it in a way that no kind of layer knows"
+        return {name: f"{titles[p]} {use}" for name, p in named if p in titles}
 
     @property
     def with_average(self) -> list[Layer]:
@@ -305,10 +261,7 @@ class Registry:
     def values(
         self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
     ) -> Callable[[Layer], float]:
-        """Return a function that reads the groups' value for an active layer.
-
-        The groups of its weight and its bias must agree on it.
-        """
+        """Return a function that reads the groups' value for an active layer."""
         layers = self.layers.values() if layers is None else layers
         values = {group[name] for group in groups}
         if len(values) == 1:  # the loop hashes each parameter, which would cost each step
@@ -316,6 +269,7 @@ class Registry:
             return value_of.__getitem__
         value_of = {}
         for layer in layers:
+            # A layer has one A and one G for weight and bias: their groups must agree.
             numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
             if len(numbers) > 1:
                 why = (
@@ -377,25 +331,41 @@ class Registry:
     def cover(self, groups: list[Group], *, first: bool) -> dict[str, Layer]:
         """Return the model's covered layers; raise where groups or options do not fit it."""
         names, model = _checked_names(self.model, self.group_of), unwrapped(self.model)
-        skips, self.skipped = self._find_skipped(model, warns=first), {}
+        skips: dict[nn.Module, str] = {}
+        for pattern in self._options.skip_layers:
+            matches = False
+            for name, module in model.named_modules():
+                if re.search(pattern, name) or re.search(pattern, type(module).__name__):
+                    matches = True
+                    skips.update((child, pattern) for child in module.modules())
+            if first and not matches:
+                text = (
+                    f"skip_layers: {pattern!r} matches no module; patterns are searched in "
+                    "qualified names (as in model.named_modules()) and class names"
+                )
+                agree.warn(self._ranks, text)
+        self.skipped = {}
         reasons: Reasons = {}
         candidates: list[Layer] = []
         claimed: set[nn.Module] = set()  # parts of a module whose kind answers for them
         for name, module in model.named_modules():
             if module in claimed:
                 continue
-            trains = [p for p in module._parameters.values() if p in self.group_of]
             if module in skips:
-                self.skipped.update((names[p][0], skips[module]) for p in trains)
-                reasons.update((p, _SKIPPED) for p in trains)
+                trained = [p for p in module._parameters.values() if p in self.group_of]
+                self.skipped.update((names[p][0], skips[module]) for p in trained)
+                reasons.update((p, _SKIPPED) for p in trained)
                 continue
-            layers, declined = _layers_of(name, module, claimed, is_trained=bool(trains))
+            layers, declined = _layers_of(name, module, claimed)
             candidates += layers
             reasons |= declined
         # Set after the reasons of modules, which tell more, and before layers claim their weights:
         # a part of a matrix has no factors.
         for p in sharding.cut_otherwise(model):
             reasons.setdefault(p, _CUT)
+        for p in self.group_of:
+            if not p.is_floating_point():
+                reasons.setdefault(p, "not real-valued")
         covered = self._accepted_layers(candidates, names, reasons)
         used = {p for layer in covered.values() for p in (layer.weight, layer.bias)}
         left = [p for p in self.group_of if p not in used and reasons.get(p) != _SKIPPED]
@@ -408,14 +378,11 @@ class Registry:
             same = old.module is layer.module and old.trained == layer.trained
             if same and old.weight is layer.weight and old.bias is layer.bias:
                 covered[name] = layer = old
-            shards = [
-                sharding.shards_of(f"a parameter of {name!r}", p, ranks)
-                if p is not None and sharding.is_sharded(p)
-                else None
-                for p in (layer.weight, layer.bias)
-            ]
-            if any(shards):
-                self.sharded[layer] = tuple(shards)
+            shards: list[ShardPlaces | None] = [None, None]
+            for i, parameter in enumerate((layer.weight, layer.bias)):
+                if parameter is not None and sharding.is_sharded(parameter):
+                    shards[i] = sharding.shards_of(f"a parameter of {name!r}", parameter, ranks)
+                    self.sharded[layer] = tuple(shards)
         for name in PER_GROUP:
             self.values(name, groups, covered.values())
         return covered
@@ -423,49 +390,39 @@ class Registry:
     def _accepted_layers(
         self, candidates: list[Layer], names: Names, reasons: Reasons
     ) -> dict[str, Layer]:
-        """Return the candidates whose weight is their own, or shared by uses that are known."""
-        layers: dict[str, Layer] = {}
-        most, papers_only = self._options.max_factor_size, self._options.kaisa_scaling
+        # Return the candidates whose weight is their own, or shared by uses that are known.
+        papers_only, accepted = self._options.kaisa_scaling, []
         tied = set() if papers_only else _tie(candidates, names, reasons)
         for layer in candidates:
+            weight, title = layer.weight, type(layer.module).__name__
             if papers_only and (layer.by_use or not layer.in_papers):
-                reasons.setdefault(layer.weight, _PAPERS_ONLY)
+                reasons.setdefault(weight, _PAPERS_ONLY)
                 reasons.setdefault(layer.bias, _PAPERS_ONLY)
-            elif layer.weight in tied or _claims(layer, names, reasons):
-                layer.trained = layer.weight in self.group_of, layer.bias in self.group_of
-                if any(layer.trained):
-                    take_sizes(layer)
-                    layer.wide = most or widest(layer.inputs, layer.outputs)
-                    layer.cover(layer.covers_now())
-                    layers[layer.name] = layer
-        # Projections share a bias: if one of them is not covered, a step of it would lack rows.
-        partial = {x.bias for x in candidates if layers.get(x.name) is not x}
-        for name, layer in list(layers.items()):
-            if layer.bias is not None and layer.bias in partial:
-                reasons[layer.bias] = "a bias that projections share, one of which is not covered"
-                layer.bias, layer.trained = None, (layer.trained[0], False)
+                continue
+            for p in (weight, layer.bias):
+                if p not in tied and len(names.get(p, ())) > 1:
+                    reasons[p] = "shared by " + " and ".join(names[p])
+            if weight not in names:  # it is computed of the parameters inside
+                for part in layer.module.modules():
+                    for p in part._parameters.values():
+                        reasons.setdefault(p, f"{title} whose weight is no parameter of its own")
+            elif weight in reasons:
+                reasons.setdefault(layer.bias, f"the bias of a {title} that is not covered")
+            else:
+                accepted.append(layer)
+        layers: dict[str, Layer] = {}
+        for layer in accepted:
+            # Only now all reasons are known. Projections share a bias: if one of them is not
+            # covered, no row would tell that part of the bias, and the base would not step it.
+            if layer.bias in reasons:
+                layer.bias = None
+            layer.trained = layer.weight in self.group_of, layer.bias in self.group_of
+            if any(layer.trained):
+                take_sizes(layer)
+                layer.wide = self._options.max_factor_size or widest(layer.inputs, layer.outputs)
                 layer.cover(layer.covers_now())
-                if not any(layer.trained):
-                    del layers[name]
+                layers[layer.name] = layer
         return layers
-
-    def _find_skipped(self, model: nn.Module, *, warns: bool) -> dict[nn.Module, str]:
-        skipped: dict[nn.Module, str] = {}
-        for pattern in self._options.skip_layers:
-            matches = [
-                module
-                for name, module in model.named_modules()
-                if re.search(pattern, name) or re.search(pattern, type(module).__name__)
-            ]
-            if warns and not matches:
-                text = (
-                    f"skip_layers: {pattern!r} matches no module; patterns are searched in "
-                    "qualified names (as in model.named_modules()) and class names"
-                )
-                agree.warn(self._ranks, text)
-            for module in matches:
-                skipped.update((child, pattern) for child in module.modules())
-        return skipped
 
     def rebuild(self, covered: dict[str, Layer], groups: list[Group]) -> None:
         """Take over these layers; those with a place stay where their factors are."""
@@ -495,34 +452,28 @@ class Registry:
     def find_facts(self) -> None:
         """Find the plain facts of all layers anew."""
         self.facts = {}
-        for layer in self.layers.values():
-            placement = self.placements[layer.name]
-            if not any(layer.covers):
-                facts = LayerFacts(task_of(layer), placement, sections=layer.sections, frozen=True)
-                self.facts[layer] = facts
-                continue
-            key, sizes = stack_key(layer, "g"), [p.dtype.itemsize for p in layer.parameters]
-            shards = zip(self.shards(layer), sizes, strict=True) if layer in self.sharded else ()
-            self.facts[layer] = LayerFacts(
-                task_of(layer, layer.covers),
-                placement,
-                itemsize=key.dtype.itemsize,
-                device=key.device,
-                sections=layer.sections,
-                shards=tuple(shards),
-                tied=layer.tied,
-            )
+        for name, layer in self.layers.items():
+            facts = LayerFacts(task_of(layer), self.placements[name], sections=layer.sections)
+            if any(layer.covers):
+                key, shards = stack_key(layer, "g"), []
+                if layer in self.sharded:
+                    sizes = [p.dtype.itemsize for p in layer.parameters]
+                    shards = [*zip(self.shards(layer), sizes, strict=True)]
+                facts = facts._replace(
+                    task=task_of(layer, layer.covers),
+                    itemsize=key.dtype.itemsize,
+                    device=key.device,
+                    shards=tuple(shards),
+                    tied=layer.tied,
+                )
+            self.facts[layer] = facts._replace(frozen=not any(layer.covers))
 
     def follow_changes(self, gathered: Mapping[Layer, tuple[bool, bool]]) -> list[Layer]:
-        """Return layers that were frozen or unfrozen since; they start anew.
-
-        ``gathered`` are the covers of layers at the time of their statistics.
-        """
+        """Return layers frozen or unfrozen since their statistics, which ``gathered`` covers."""
         changed = []
         for layer in self.layers.values():
             covers = gathered.get(layer) or layer.covers_now()
             if any(covers) and covers != layer.covers:
-                logger.info("layer %r starts anew: it was frozen or unfrozen", layer.name)
                 layer.cover(covers)
                 changed.append(layer)
         return changed

@@ -188,7 +188,7 @@ class KFACMixin(Optimizer):
         # The search for calls of a layer has ended: it counted as covered at construction.
         states = registry.states.items()
         uncalled = [n for n, x in states if x.unseen >= PATIENCE and not x.has_average]
-        look = uncalled, [p.requires_grad for p in registry.parameters]
+        look = uncalled, [p.requires_grad for p in registry.group_of]
         if self._looked is not None and uncalled and look != self._looked:
             text = reports.poor_coverage(self.preconditioner.coverage())
             self._looked = None if text else look

@@ -81,7 +81,7 @@ class Answers:
         registry = self.registry
         named = unwrapped(registry.model).named_parameters()
         names: dict[Tensor, str] = {p: name for name, p in named}
-        trained = {p: p.numel() for p in registry.parameters if p.requires_grad}
+        trained = {p: p.numel() for p in registry.group_of if p.requires_grad}
         sizes = {names[p]: size for p, size in trained.items() if p in names}
         reasons, left = registry.uncovered | registry.unseen, dict[str, Left]()
         skipped = {name: f"matches {why!r}" for name, why in registry.skipped.items()}

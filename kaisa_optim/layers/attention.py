@@ -1,7 +1,7 @@
 """nn.MultiheadAttention: its projections are function calls inside, not submodule calls.
 
-The packed in-projection is three blocks (query, key, value) of one layer; with separate key and
-value sizes it is three layers. The out-projection is a layer of its own.
+The packed in-projection is three blocks of one layer: query, key and value. With separate sizes it
+is three layers. The out-projection is a layer of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from .base import Layer, register_layer
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Runs torch's own attention with its calls of ``linear`` tapped.
+    """Runs torch's own attention with its calls of ``linear`` tapped."""
 
-    Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
-    for other threads or other modules.
-    """
+    # Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
+    # for other threads or other modules.
 
     def __init__(self, layers: list[Layer], tap: Callable[..., Tensor]) -> None:
         super().__init__()

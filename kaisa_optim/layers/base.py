@@ -53,10 +53,7 @@ _ROWS, _ROWS_OF_COLUMN, _EXAMPLES = 8192, 4, 32
 
 
 class Moments(NamedTuple):
-    """Sums that one backward pass of one layer adds to the statistics of ``blocks``.
-
-    Moments of a part of the pass are weighted up to stand for the whole, as the counts do.
-    """
+    """Sums of one backward pass of one layer, weighted up where a part of it was read."""
 
     a: Tensor  # Σ a aᵀ [blocks, n, n], or its diagonal [blocks, n]; one block may stand for all
     g: Tensor  # Σ (∂L/∂s)(∂L/∂s)ᵀ, likewise
@@ -84,16 +81,15 @@ LEAVE, COUNT, GATHER, COMPARE = range(4)
 class Layer:
     """One covered module: how its tensors become rows and its gradient a matrix.
 
-    A kind for a module of your own is a subclass under :func:`register_layer` that sets
-    ``in_shape`` and ``outputs`` in its ``__init__`` and answers :meth:`input_rows` and
-    :meth:`output_rows`; the module must compute s = W a + b on its rows, with parameters called
-    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` (or none). The other methods are
-    for kinds that store their parameters differently or know a shorter way to a moment. Sizes that
+    A kind for a module of your own is a subclass under :func:`register_layer` that answers
+    :meth:`input_rows` and :meth:`output_rows`. The module must compute s = W a + b on its rows, by
+    ``weight`` ``[outputs, *in_shape]`` and ``bias`` ``[outputs]`` or none. The other methods are
+    for kinds that store their parameters differently, or know a shorter way to a moment. Sizes that
     a kind does not set are those of its :meth:`weight_view`.
-
-    The factors' sizes follow ``covers``: a frozen bias appends no 1; a frozen weight leaves only
-    the 1 in A.
     """
+
+    # The factors' sizes follow ``covers``: a frozen bias appends no 1, and a frozen weight leaves
+    # the 1 alone in A.
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # the papers' normalization divides rows by the positions
@@ -104,12 +100,12 @@ class Layer:
     unseen_output = False  # nothing keeps the output, not even the backward of the forward
     input_dim: int | None = None  # of a matrix weight: the dimension that meets the input
     sectioned = False  # a call may see some blocks alone
+    sections = 1  # the number of equal parts of the blocks that a call may see alone
     # A function mode to run the module's forward under, if the output alone tells too little. It is
     # built of the module's layers and of ``tap``. For every call that belongs to a layer it calls
     # ``tap(layer, output, input, blocks)``, and goes on with the tensor that ``tap`` returns.
     interceptor: Any = None
 
-    name: str
     module: nn.Module
     covers: tuple[bool, bool]  # weight and bias: trained, not frozen when statistics were taken
     parameters: tuple[nn.Parameter, ...]  # the covered ones, weight first
@@ -187,10 +183,7 @@ class Layer:
         raise NotImplementedError
 
     def gradient(self, x: Tensor, grad: Tensor) -> Tensor | None:
-        """Return one call's part of the weight's gradient, Σ g aᵀ ``[blocks, outputs, inputs]``.
-
-        Return ``None`` where rows do not tell.
-        """
+        """Return Σ g aᵀ of one call, ``[blocks, outputs, inputs]``; ``None``: rows do not tell."""
         try:
             a, g = self.input_rows(x, grad), self.output_rows(x, grad)
         except NotImplementedError:  # a kind that knows shorter ways to its moments
@@ -203,10 +196,7 @@ class Layer:
         return False
 
     def example_dim(self, output: Tensor) -> int | None:
-        """Return the dimension of the examples, alike in input and output; ``None``: it has none.
-
-        ``statistics_fraction`` takes a part of it.
-        """
+        """Return the dimension of the examples, alike in input and output, or ``None``."""
         return None if self.unbatched(output) else 0
 
     def part(self, x: Tensor, output: Tensor, sample: Sample | None) -> Part:
@@ -249,12 +239,11 @@ class Layer:
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        moment_g = second_moment(g, dtype, diagonal=self.size_of("g", covers)[1])
-        moment_g = part.weighted(moment_g)
+        diagonal_g = self.size_of("g", covers)[1]
+        moment_g = part.weighted(second_moment(g, dtype, diagonal=diagonal_g))
         # Count the rows of the whole pass, as the weighted moments do: averages of parts and of
         # whole passes would not mix otherwise.
-        batch = batch * part.whole // part.taken
-        rows = batch if reduce else batch * positions
+        rows = batch * part.whole // part.taken * (1 if reduce else positions)
         size, diagonal = self.size_of("a", covers)
         if not covers[0] or x is None or inputs is None:
             # A has the bias's 1 alone, whose square is summed over the rows.
@@ -285,14 +274,7 @@ class Layer:
             raise invalid_because(f"{type(self).__name__}.{method}", why)
 
     def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
+        self, x: Tensor, grad: Tensor, *, reduce: bool, diagonal: bool, append_one: bool, dtype: Any
     ) -> Tensor:
         """Return Σ a aᵀ of this input."""
         a = self.input_rows(x, grad)
@@ -312,19 +294,15 @@ class Layer:
         """Return why this module can't be covered, or ``None``."""
 
     @property
-    def sections(self) -> int:
-        """The number of equal parts of the blocks that a call may see alone; most kinds have 1."""
-        return self.blocks if self.sectioned else 1
+    def adds_bias(self) -> bool:
+        """True if the rows of a call have a 1 for the bias, where it is covered."""
+        # A crossed call meets the inputs with its outputs, where the bias has no place.
+        return not self.crossed and (self.biased or self.primary.bias_apart)
 
     @property
     def primary(self) -> Layer:
         """The layer whose statistics a call enters: itself, or the layer whose weight it uses."""
         return self if self._primary is None else self._primary
-
-    @property
-    def adds_bias(self) -> bool:
-        """True if the rows of a call have a 1 for the bias, where it is covered."""
-        return not self.crossed and (self.biased or self.primary.bias_apart)
 
     # ---- the gradient as a matrix ----
 
@@ -374,28 +352,24 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     Module subclasses are handled too, as long as they keep the registered class's ``forward``.
     A later registration for the same class replaces the earlier one.
     """
-    if not modules or any([isinstance(m, type) and issubclass(m, Layer) for m in modules]):
-        raise TypeError("register_layer needs the module classes: @register_layer(ModuleClass)")
-    for module in modules:
-        if not (isinstance(module, type) and issubclass(module, nn.Module)):
-            raise TypeError(
-                f"register_layer needs module classes, not {module!r}: @register_layer(ModuleClass)"
-            )
+    classes = [m for m in modules if isinstance(m, type) and issubclass(m, nn.Module)]
+    if not modules or len(classes) < len(modules):
+        raise TypeError(
+            f"register_layer needs module classes, not {modules!r}: @register_layer(ModuleClass)"
+        )
 
     def register(kind: K) -> K:
         if not (isinstance(kind, type) and issubclass(kind, Layer)):
             raise TypeError(f"register_layer takes a subclass of Layer, not {kind!r}")
+        lacking = [n for n in ("input_rows", "output_rows") if not _overrides(kind, n)]
         # A kind that overrides one of these needs no rows, makes layers of another class, or none.
-        if not any(_overrides(kind, name) for name in ("moments", "layers_of", "unsupported")):
-            ways = {"input_rows": ("input_rows", "input_moment"), "output_rows": ("output_rows",)}
-            lacking = [n for n, way in ways.items() if not any(_overrides(kind, x) for x in way)]
-            if lacking:
-                raise TypeError(
-                    f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows "
-                    "[blocks, batch, positions, features]"
-                )
-        for module in modules:
-            _KINDS[module] = kind
+        instead = "moments", "layers_of", "unsupported", "input_moment"
+        if lacking and not any(_overrides(kind, name) for name in instead):
+            raise TypeError(
+                f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows "
+                "[blocks, batch, positions, features]"
+            )
+        _KINDS.update(dict.fromkeys(classes, kind))
         return kind
 
     return register
@@ -409,6 +383,7 @@ def take_sizes(layer: Layer) -> None:
     _, outputs, *in_shape = layer.weight_view(torch.empty(shape, device="meta")).shape
     layer.outputs = getattr(layer, "outputs", outputs)
     layer.in_shape = getattr(layer, "in_shape", tuple(in_shape))
+    layer.sections = layer.blocks if layer.sectioned else 1
     wanted = (layer.blocks * layer.outputs, *layer.in_shape)
     if shape != wanted and not _overrides(kind, "weight_view"):
         why = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +19,16 @@ from .base import Layer, register_layer
 _PATCH_ELEMENTS = 1 << 24
 _PATCH_ELEMENTS_OF_GPUS = 1 << 27
 
-_Conv = nn.Conv1d | nn.Conv2d | nn.Conv3d
 _GRADIENTS = of_weights.conv1d_weight, of_weights.conv2d_weight, of_weights.conv3d_weight
-_ConvTranspose = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 class _Spatial(Layer):
     """A plain or transposed convolution: each output position has a row, a patch of the input."""
 
     divided_by_positions = cast_by_autocast = reads_dense_only = True
-    module: _Conv | _ConvTranspose
+    module: Any  # a convolution of torch
 
-    def __init__(self, name: str, module: _Conv | _ConvTranspose) -> None:
+    def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
         self.dims, self.blocks = len(module.kernel_size), module.groups
 
@@ -44,8 +43,7 @@ class _Spatial(Layer):
         raise NotImplementedError
 
     def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return Σ a aᵀ, without the bias's 1, if it takes fewer products than the patches do."""
-        return None
+        return None  # or Σ a aᵀ, without the bias's 1, if that takes fewer products than patches do
 
     def _patches(self, x: Tensor, grad: Tensor) -> Tensor:
         """Return a view ``[batch, channels, *output positions, *kernel]`` of the padded input."""
@@ -77,14 +75,7 @@ class _Spatial(Layer):
         return columns.contiguous().permute(0, 2, 3, 1)
 
     def input_moment(
-        self,
-        x: Tensor,
-        grad: Tensor,
-        *,
-        reduce: bool,
-        diagonal: bool,
-        append_one: bool,
-        dtype: torch.dtype,
+        self, x: Tensor, grad: Tensor, *, reduce: bool, diagonal: bool, append_one: bool, dtype: Any
     ) -> Tensor:
         x, grad = self._batched(x), self._batched(grad)
         positions, total = grad.shape[2:].numel(), None
@@ -126,7 +117,7 @@ def windows(
 class ConvLayer(_Spatial):
     module: _Conv
 
-    def __init__(self, name: str, module: _Conv) -> None:
+    def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
         # The papers' code knows 2-D convolutions of one group.
         self.in_papers = isinstance(module, nn.Conv2d) and module.groups == 1
@@ -157,11 +148,9 @@ class ConvLayer(_Spatial):
         return F.pad(x, sides, mode=mode) if any(sides) else x, module.stride
 
     def _products(self, x: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return Σ a aᵀ, with the products that pairs of kernel rows share taken once.
-
-        Each row of the kernel sees a row of the input. At stride 1, all pairs of kernel rows with
-        one shift between them see the same pairs of input rows, but for some at the borders.
-        """
+        # Each row of the kernel sees a row of the input. At stride 1, all pairs of kernel rows with
+        # one shift between them see the same pairs of input rows, but for some at the borders: take
+        # the products that they share once.
         module = self.module
         taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
         # Without it, a mean step at the defaults took 1.13 times as long for a ResNet-32, and 1.17
@@ -201,8 +190,6 @@ class ConvLayer(_Spatial):
 @register_layer(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeLayer(_Spatial):
     """A transposed convolution is a plain one over its input with zeros between the elements."""
-
-    module: _ConvTranspose
 
     def _plain(self, x: Tensor, grad: Tensor) -> tuple[Tensor, Sequence[int]]:
         """Return the input of the plain convolution, which meets the taps in reverse order."""

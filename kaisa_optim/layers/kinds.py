@@ -1,9 +1,7 @@
 """Linear layers, embeddings, and single parameters, whose use in the forward pass is watched.
 
 A module that no kind knows may hold parameters of its own. The shape of a parameter tells its
-factors, so that they have their place before the first pass. A matrix has two factors, a stack of
-matrices two for each matrix. The base optimizer steps all other parameters. The calls that use a
-matrix tell its statistics (see ``watch``).
+factors, so that they have their place before the first pass; calls tell its statistics (``watch``).
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..linalg.moments import second_moment
 from .base import _KINDS, Layer, Moments, PassSettings, register_layer
@@ -74,11 +74,8 @@ class EmbeddingLayer(Layer):
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         assert isinstance(module, nn.Embedding)
-        if module.sparse:
-            return "sparse gradients"
-        if module.scale_grad_by_freq:
-            return "scale_grad_by_freq changes its gradients"
-        return None
+        refused = module.sparse or module.scale_grad_by_freq
+        return "sparse gradients, or scale_grad_by_freq changes them" if refused else None
 
     def _tokens(self, x: Tensor) -> Tensor:
         # As [batch, positions].
@@ -126,16 +123,8 @@ class EmbeddingLayer(Layer):
 
 Reasons = dict[Tensor | None, str]  # why parameters have no layer
 
-# Modules of torch whose calls tell too little, and why: their parameters keep raw gradients.
-_OPAQUE: dict[type[nn.Module], str] = {
-    torch.jit.ScriptModule: "TorchScript runs its calls, and Python sees none of them",
-    nn.RNNBase: "fused kernels show none of its steps",
-    nn.RNNCellBase: "fused kernels do not show what its weights give",
-    nn.Bilinear: "a product of two inputs with its weight",
-    nn.EmbeddingBag: "sums of rows do not show the gradient of each",
-    nn.utils.parametrize.ParametrizationList: "it is the original of a parametrized weight",
-}
-NORMS = nn.LayerNorm, nn.RMSNorm  # norms whose weights may have the shape of a matrix
+# Modules of torch whose calls do not show the rows of each weight, such as fused kernels.
+_OPAQUE = nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag, ParametrizationList
 # The reason for what only scales or shifts entries; a warning of poor coverage leaves these out.
 SCALES = "scales or shifts entries: the base optimizer steps it"
 
@@ -143,14 +132,14 @@ SCALES = "scales or shifts entries: the base optimizer steps it"
 class MatrixLayer(SequenceRows):
     """A matrix, or a stack of them such as experts', that multiplies rows."""
 
-    sectioned = True
+    sectioned = by_use = True
     input_dim = 1
 
     def __init__(self, path: str, module: nn.Module, name: str) -> None:
         super().__init__(path, module)
         weight = module._parameters[name]
         assert weight is not None
-        self.weight, self.bias, self.names = weight, None, (name, "")
+        self.weight, self.bias, self.names, self.watched_in = weight, None, (name, ""), (module,)
         self.blocks = weight.shape[0] if weight.dim() == 3 else 1
 
     def weight_view(self, tensor: Tensor) -> Tensor:
@@ -163,27 +152,23 @@ MATRICES = Conv1DLayer, EmbeddingLayer, LinearLayer, MatrixLayer
 
 def declared(name: str, module: nn.Module) -> tuple[list[Layer], Reasons]:
     """Return the layers of a module that no kind knows, and why other parameters have none."""
-    title = type(module).__name__
+    title, is_norm = type(module).__name__, isinstance(module, (nn.LayerNorm, nn.RMSNorm))
     layers: list[Layer] = []
     reasons: Reasons = {}
-    opaque = [why for cls, why in _OPAQUE.items() if isinstance(module, cls)]
+    opaque = "its calls do not show the rows of its weights" if isinstance(module, _OPAQUE) else ""
+    if isinstance(module, torch.jit.ScriptModule):
+        opaque = "TorchScript runs its calls, and Python sees none of them"
     for own_name, p in module._parameters.items():
-        if p is None:
+        # A lazy module that is not trained may have no shapes yet, which nothing may ask for.
+        if p is None or isinstance(p, UninitializedParameter):
             continue
         if opaque:
-            reasons[p] = f"no layer kind is registered for {title}: {opaque[0]}"
-        elif not p.is_floating_point():
-            reasons[p] = f"{title}: not real-valued"
-        elif p.numel() == 0:
-            reasons[p] = f"{title}: no entries"
-        elif not p.is_contiguous():
-            # Views of it, as place_of compares them, would not tell rows from columns.
-            reasons[p] = f"{title}: not contiguous in memory"
-        elif sum(size > 1 for size in p.shape) > 3:
-            reasons[p] = f"{title}: more than three dimensions, outside of any convolution"
-        elif p.dim() in (2, 3) and 1 not in p.shape[-2:] and not isinstance(module, NORMS):
-            path = f"{name}.{own_name}" if name else own_name
-            layers.append(MatrixLayer(path, module, own_name))
+            reasons[p] = f"no layer kind is registered for {title}: {opaque}"
+        elif not p.is_contiguous() or sum(size > 1 for size in p.shape) > 3:
+            # If memory had another order, views would not tell place_of rows from columns.
+            reasons[p] = f"{title}: neither a matrix nor a stack of matrices, row by row in memory"
+        elif p.numel() and p.dim() in (2, 3) and 1 not in p.shape[-2:] and not is_norm:
+            layers.append(MatrixLayer(f"{name}.{own_name}" if name else own_name, module, own_name))
         else:
             reasons[p] = SCALES
     return layers, reasons
@@ -195,9 +180,8 @@ def declared(name: str, module: nn.Module) -> tuple[list[Layer], Reasons]:
 class Use(Layer):
     """One call with the weight of another layer, as a layer that lives for this call.
 
-    Its moments enter the sums of its ``primary``. Where the call's input meets the side of the
-    weight that holds outputs of the primary, the use is ``crossed``: its A belongs to the primary's
-    G, and its G to the primary's A.
+    Its moments enter the sums of its ``primary``. A call whose input meets the side of the weight
+    that holds outputs of the primary is ``crossed``: its A belongs to the primary's G.
     """
 
     def __init__(self, primary: Layer, *, crossed: bool = False) -> None:
@@ -218,13 +202,9 @@ class Use(Layer):
 
 
 class ProductUse(SequenceRows, Use):
-    """Rows times the weight, or times some rows of the weight, which give some of the outputs.
+    """Rows times the weight, or times some rows of the weight, which give some of the outputs."""
 
-    A product that adds no bias, such as a crossed one, leaves the bias's place in A empty, unless a
-    call of its own adds the bias.
-    """
-
-    biased = False
+    biased = False  # a product that adds no bias, as a crossed one, leaves its place in A empty
     first: int | None = None  # the first output that the call gives; None: all outputs
 
     def output_rows(self, x: Tensor | None, grad: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Watching the calls in a module's forward that use parameters of its own.
 
-A mode sees every torch function that runs under it. The mode knows some functions: products,
-tables, convolutions. If a parameter or a view of it is among the arguments, the mode taps the
-result for the parameter's layer. All modules that a thread runs share one mode, so that a call
-costs the same for many watched parameters as for one.
+A mode sees every torch function that runs under it, and taps products, tables and convolutions of a
+parameter or a view of it. All modules that a thread runs share one mode, so that a call costs the
+same for many watched parameters as for one.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from torch.overrides import TorchFunctionMode
 from .base import Layer
 from .conv import ConvLayer
 from .kinds import GroupedUse, ProductUse, StackedUse, TableUse
-
-_ALL = slice(None)
 
 
 class Operand(NamedTuple):
@@ -88,26 +85,24 @@ class WatchMode(TorchFunctionMode):
                 continue
             operand = Operand(scope, known[1], known[0], value)
             if not self._around.takes(operand.layer):
-                return None
+                break
             if _checkpoints() == scope.checkpoints:
                 return operand
             # In a checkpoint that begins within the scope no call may be tapped: it recomputes the
             # calls without the mode, and raises an error if they then save fewer tensors. The
             # module that runs is noted all the same, since a scope of its own begins inside.
             self.note(operand)
-            return None
+            break
         return None
 
     def tap(
-        self, operand: Operand, layer: Layer, output: Tensor, x: Tensor, blocks: slice = _ALL
+        self, operand: Operand, layer: Layer, output: Tensor, x: Tensor, blocks: Any = slice(None)
     ) -> Tensor:
-        """Tap a call's output."""
         self.note(operand)
         return self._around._tap(layer, output, x, blocks)
 
     def note(self, operand: Operand) -> None:
-        """Note the module that runs as one to be watched, in a search."""
-        if operand.scope.searches:
+        if operand.scope.searches:  # the module that runs is one to be watched from now on
             self._around._note(operand.layer)
 
     def _gathered(self, scope: Scope, base: Tensor) -> tuple[Tensor, Layer] | None:
@@ -121,12 +116,6 @@ class WatchMode(TorchFunctionMode):
                 return base, layer
         return None
 
-    def is_parameter(self, x: Any) -> bool:
-        """Return whether a tensor is or views a parameter, which holds no rows."""
-        base = x._base if x._is_view() else x
-        known = any(id(base) in scope.known for scope in self.scopes)
-        return isinstance(base, nn.Parameter) or known
-
     # ---- uses ----
 
     def product(
@@ -134,10 +123,12 @@ class WatchMode(TorchFunctionMode):
     ) -> Any:
         """Tap a product of ``x`` with a view of a matrix whose ``input_dim`` meets the input."""
         layer, place = operand.layer, place_of(operand.view, operand.whole)
-        stored = layer.input_dim
-        # A product of two matrices of parameters is another weight; a stack of learned queries, of
-        # three dimensions, has rows.
-        if place is None or stored is None or (x.dim() <= 2 and self.is_parameter(x)):
+        stored, base = layer.input_dim, x._base if x._is_view() else x
+        # A product of two matrices of parameters is another weight, and a parameter holds no rows;
+        # a stack of learned queries, of three dimensions, does.
+        known = any(id(base) in scope.known for scope in self.scopes)
+        is_weight = x.dim() <= 2 and (known or isinstance(base, nn.Parameter))
+        if place is None or stored is None or is_weight:
             return out
         used = 1 - input_dim if place.transposed else input_dim
         in_part = place.first is not None and used == 0  # of the inputs
@@ -212,8 +203,7 @@ def running_calls() -> Iterator[dict[str, Any]]:
 
 
 def _checkpoints() -> int:
-    # How many calls of torch.utils.checkpoint's functions run.
-    return len([*_running("torch.utils.checkpoint")])
+    return len([*_running("torch.utils.checkpoint")])  # calls of its functions
 
 
 def _trains(view: Tensor, base: Any) -> bool:
@@ -276,9 +266,7 @@ def _grouped(mode: WatchMode, out: Any, *args: Any, offs: Any = None, **kwargs: 
 
 
 def _einsum(mode: WatchMode, out: Any, equation: Any, *operands: Any) -> Any:
-    """Watch equations of rows times a matrix, such as ``"bi,oi->bo"``."""
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = tuple(operands[0])
+    # Equations of rows times a matrix, such as "bi,oi->bo".
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return out
     terms, result = equation.replace(" ", "").split("->")
@@ -306,7 +294,7 @@ def _embedding(
 
 
 def _picked(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
-    """Watch ``table[indices]`` and index_select along rows."""
+    # table[indices], and index_select along rows.
     if not args:  # all by name
         return out
     operand, last = mode.find(args[0]), args[-1]
@@ -318,29 +306,12 @@ def _picked(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added(mode: WatchMode, out: Any, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 2 or kwargs:
-        return out
-    for table, rows in (args, args[::-1]):
-        operand = mode.find(table)
+    # A bias may have a call of its own, as Mamba's: it is added to each row of the product. A sum
+    # with a table is no use: with K-FAC, a position table that is added ended a GPT 7 % higher.
+    for operand in map(mode.find, args):
         if operand is not None and operand.whole is operand.layer.bias:
             operand.layer.bias_apart = True
-        # A sum with a matrix or with another parameter makes another table, and no rows.
-        elif operand is not None and isinstance(rows, Tensor) and rows.dim() > 2:
-            out = out if mode.is_parameter(rows) else _positions(mode, operand, out)
     return out
-
-
-def _positions(mode: WatchMode, operand: Operand, out: Tensor) -> Tensor:
-    """Tap a table of positions: a weight, or some of its rows, added to as many positions."""
-    size = operand.view.shape[-2:]
-    if size != out.shape[-2:] or size.numel() != operand.view.numel():
-        return out
-    place = place_of(operand.view.detach().flatten(0, -2), operand.whole)
-    if place is None or place.transposed:
-        return out
-    indices = torch.arange(out.shape[-2], device=out.device) + (place.first or 0)
-    operand = operand._replace(view=operand.whole.detach().flatten(0, -2))
-    return mode.rows(operand, out, indices.expand(out.shape[:-1]))
 
 
 def _cast(mode: WatchMode, out: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -360,17 +331,18 @@ def _conv(
     operand, added = mode.find(weight), mode.find(bias)
     if operand is None or not isinstance(operand.layer, ConvLayer):
         return out
-    layer, module, view, whole = operand.layer, operand.layer.module, operand.view, operand.whole
-    is_view = view.shape != whole.shape or view.stride() != whole.stride()
+    layer, module = operand.layer, operand.layer.module
     lacks_bias = layer.bias is not None and (added is None or added.layer is not layer)
     # The layer reads patches by its module's geometry: those of another geometry would be wrong.
     defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
     geometry = defaults | dict(zip(defaults, args, strict=False)) | kwargs
     to_tuple = _ntuple(layer.dims)
     differs = any([to_tuple(x) != to_tuple(getattr(module, n)) for n, x in geometry.items()])
-    if is_view or lacks_bias or differs or module.padding_mode != "zeros":
-        return out
-    return mode.tap(operand, layer, out, input)
+    # A view may have the weight's own shape again, as Mamba's has.
+    view, whole = operand.view, operand.whole
+    is_whole = view.shape == whole.shape and view.stride() == whole.stride()
+    reads = is_whole and not lacks_bias and not differs and module.padding_mode == "zeros"
+    return mode.tap(operand, layer, out, input) if reads else out
 
 
 _CASTS = "to float half bfloat16 double type type_as clone contiguous"

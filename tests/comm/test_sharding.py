@@ -505,7 +505,7 @@ class Text(nn.Module):
         self.registered = registered
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens) + self.places
+        x = self.words(tokens) + self.places[torch.arange(6)]
         for block in self.blocks:
             x = x + block(x)
         if self.experts is not None:

@@ -51,7 +51,7 @@ def train(
     report = opt.preconditioner.coverage()
     # Scales and shifts are the base's in every network.
     left = sum(x.size for x in report.left.values() if not x.reason.startswith("scales or shifts"))
-    assert left <= (1 - least) * report.total, report.named()
+    assert left <= (1 - least) * report.total, report.left
     assert all(map(math.isfinite, values)), values
 
 
@@ -150,7 +150,7 @@ TRANSFORMERS: dict[str, Entry] = {
     "BART": words("Bart", SEQUENCES, SEQ2SEQ),
     "Whisper": words("Whisper", SEQUENCES, {**SEQ2SEQ, **OF_WHISPER}, on_spectra),
     **{
-        name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 1)
+        name: (f"{kind}ForImageClassification", f"{kind}Config", IMAGES, on_images, 0.95)
         for name, kind in VISION_TRANSFORMERS.items()
     },
 }

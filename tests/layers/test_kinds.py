@@ -265,7 +265,7 @@ STORED = {
     "a matrix": (lambda m, x: x @ m.w, (4, 3), (6, 4), lambda x: [x]),
     "experts": (in_turn, (2, 4, 3), (6, 4), lambda x: [x[:2], x[2:]]),
     "places": (
-        lambda m, x: x + m.w,
+        lambda m, x: x + m.w[torch.arange(4).expand(6, 4)],
         (4, 3),
         (6, 4, 3),
         lambda x: [torch.eye(4, dtype=x.dtype).repeat(6, 1)],

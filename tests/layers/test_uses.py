@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import watch
 from kaisa_optim.layers.watch import Place, place_of
 from tests.support.training import descend
@@ -185,29 +185,28 @@ def test_negative_indices_pick_rows_of_a_matrix_that_multiplies_too():
     assert_close(*steps, 1e-12)
 
 
-# The shape of a table, its first row in use, and the sum with rows at two positions.
-TABLES: dict[str, tuple[tuple[int, ...], int, Forward]] = {
-    "whole": ((2, 3), 0, lambda m, x: x + m.w),
-    "first rows": ((4, 3), 0, lambda m, x: x + m.w[:2]),
-    "later rows": ((4, 3), 1, lambda m, x: m.w[1:3] + x),
-    "in place": ((4, 3), 0, lambda m, x: x.clone().add_(m.w[:2])),
-    "rows with a batch of one": ((4, 3), 1, lambda m, x: x + m.w[None, 1:3]),
-    "a stack of one": ((1, 2, 3), 0, lambda m, x: x + m.w),
-    "rows of a stack of one": ((1, 4, 3), 2, lambda m, x: x + m.w[:, 2:]),
-    "rows of the only matrix of a stack": ((1, 4, 3), 1, lambda m, x: x + m.w[0, 1:3]),
-    "a stack of one, with heads": ((1, 2, 3), 0, lambda m, x: (x[:, None] + m.w)[:, 0]),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_positions_that_are_added_are_rows_of_a_table(name):
-    shape, first, add = TABLES[name]
-    x, weight = normal(5, 2, 3), normal(*shape, seed=4)
-    indices = torch.arange(first, first + 2).expand(5, 2)
-    picked = Body(lambda m, x: x + m.w[indices], w=weight.view(-1, 3).clone())
-    expected = stepped(headed(picked), x)["0.w"]
-    found = stepped(headed(Body(add, w=weight.clone())), x)["0.w"]
-    assert_close(found.view_as(expected), expected, 1e-12)
+@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
+@pytest.mark.parametrize(
+    ("shape", "add"),
+    [
+        ((2, 3), lambda m, x: x + m.w),
+        ((4, 3), lambda m, x: m.w[:2] + x),
+        ((1, 4, 3), lambda m, x: x.clone().add_(m.w[:, 2:])),
+    ],
+    ids=["whole", "first rows", "rows of a stack of one"],
+)
+def test_a_table_that_is_added_takes_the_bases_step(shape, add):
+    net = headed(Body(add, w=normal(*shape, seed=4)))
+    table, twin = net[0].w, nn.Parameter(net[0].w.detach().clone())
+    opt, base = KFACAdam(net, lr=0.01), torch.optim.Adam([twin], lr=0.01)
+    for i in range(3):
+        opt.zero_grad()
+        loss_of(net(normal(5, 2, 3, seed=i))).backward()
+        twin.grad = table.grad.clone()
+        opt.step()
+        base.step()
+        assert torch.equal(table, twin)
+    assert opt.preconditioner.coverage().left.keys() == {"0.w"}
 
 
 @pytest.mark.parametrize("batch", [1, 5])

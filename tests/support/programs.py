@@ -308,24 +308,16 @@ def layer(program: Program, part: Part, name: str, depth: int) -> Move:
 
 
 def table(program: Program, part: Part, name: str, depth: int) -> Move:
-    """Return a sum with rows of a table: of positions, or of picked rows."""
+    """Return a sum with a table of positions, or with rows that are picked from a table."""
     pick = program.random
-    how = pick.choice(["+", "reversed +", "-", "+=", "embedding", "[]", "[-1]", "index_select"])
+    how = pick.choice(["+", "embedding", "[]", "[-1]", "index_select"])
     home, own = program.matrix(part, (POSITIONS, program.width))
     program.described[-1] += f" {how} {own}"
 
     def move(h: Tensor) -> Tensor:
         p = getattr(home, own)
-        if how in ("+", "reversed +", "-", "+="):
-            if h.dim() < 3:
-                return h
-            if how == "+=":
-                out = h.clone()
-                out += p
-            else:
-                out = {"+": h + p, "reversed +": p + h, "-": h - p}[how]
-            at = torch.arange(POSITIONS).expand(h.shape[:-1])
-            return out if how == "-" else program.note(p, 0, one_hot(at, p), out)
+        if how == "+":  # no rows of a table
+            return h if h.dim() < 3 else h + p
         at = torch.arange(len(h)) % POSITIONS - int(how == "[-1]")
         rows = {
             "embedding": lambda: F.embedding(at, p),
