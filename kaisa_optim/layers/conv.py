@@ -115,8 +115,6 @@ def windows(
 
 @register_layer(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvLayer(_Spatial):
-    module: _Conv
-
     def __init__(self, name: str, module: Any) -> None:
         super().__init__(name, module)
         # The papers' code knows 2-D convolutions of one group.
