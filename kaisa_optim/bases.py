@@ -65,9 +65,11 @@ class BaseStep:
         for stack in plan.stacks:
             entries, stack.fresh = plan.entries[stack.at], []
             former = [entry.pop(self.second, None) for entry in entries if self.second]
-            if stack.mine and any(x is not None for x in former):
+            if stack.keeps_momenta and any(x is not None for x in former):
                 stack.former = stack.stacked(parts_here(former))
-            if stack.mine and self.keeps(self.optimizer.param_groups[stack.number], entries):
+            if stack.keeps_momenta and self.keeps(
+                self.optimizer.param_groups[stack.number], entries
+            ):
                 self._adopt(stack, entries)
             else:  # a load brings momenta of all ranks, or takes them away
                 stack.momentum, stack.momenta = None, []
@@ -172,11 +174,11 @@ class BaseStep:
         plan.present = present = None if all(flags) else flags
         of_group: list[Stacks] = [[] for _ in groups]
         for stack in plan.stacks:
-            if stack.mine:
+            if stack.keeps_momenta:
                 of_group[stack.number].append(stack)
             # A receiver needs the gradient of a part that no layer covers: it moves by the buffer
             # as it is. Deliveries overwrite all other buffers.
-            needed = stack.mine or stack.is_partial
+            needed = stack.keeps_momenta or stack.is_partial
             stack.buffer = stack.stacked(gradients[stack.at]) if needed else stack.empty()
         settings = self.settings(plan, groups) if self.idle else []
         up = [x.buffer for x in plan.stacks if self.turns and groups[x.number].get("maximize")]
@@ -266,14 +268,14 @@ class BaseStep:
         """Return the decay of a step, for the group's own."""
         return decay
 
-    def rest(self, plan: CompiledPlan) -> None:
+    def step_uncovered(self, plan: CompiledPlan) -> None:
         """Let the base step the parameters that are not the plan's."""
-        if not any(plan.rest):
+        if not any(plan.uncovered):
             return
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         try:
-            for group, params in zip(groups, plan.rest, strict=True):
+            for group, params in zip(groups, plan.uncovered, strict=True):
                 group["params"] = params
             self.optimizer.base_step()
         finally:  # schedules, saves and later steps go through all parameters of the groups
@@ -300,7 +302,7 @@ class RawStep(BaseStep):
         with gradients_of(pairs):
             self.optimizer.base_step()
 
-    def rest(self, plan: CompiledPlan) -> None:
+    def step_uncovered(self, plan: CompiledPlan) -> None:
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
     def open(self, plan: CompiledPlan) -> None:
@@ -361,7 +363,7 @@ class LAMBStep(AdamStep):
     limits = True
     counts = False
 
-    def rest(self, plan: CompiledPlan) -> None:
+    def step_uncovered(self, plan: CompiledPlan) -> None:
         present, groups = plan.present, self.optimizer.param_groups
         stepped = {n for i, n in enumerate(plan.numbers) if present is None or present[i]}
         counts = [group.get("step", 0) + (i in stepped) for i, group in enumerate(groups)]
@@ -370,7 +372,7 @@ class LAMBStep(AdamStep):
             # The gradients are limited already, by a norm that the plan's parameters were part of.
             for group in groups:
                 group["max_grad_norm"] = None
-            super().rest(plan)
+            super().step_uncovered(plan)
         finally:
             for group, limit, count in zip(groups, limits, counts, strict=True):
                 group["max_grad_norm"] = limit
@@ -456,7 +458,7 @@ class AnyStep(BaseStep):
         # gradients return there, for parts that no layer covers.
         gradients = [stack.buffer for stack in plan.stacks]
         for stack, step in zip(plan.stacks, steps, strict=True):
-            stack.buffer = stack.ahead * step if stack.mine else stack.buffer
+            stack.buffer = stack.ahead * step if stack.keeps_momenta else stack.buffer
         self._measure(plan)
         for stack, gradient in zip(plan.stacks, gradients, strict=True):
             stack.buffer = gradient
@@ -496,7 +498,7 @@ class AnyStep(BaseStep):
             torch._foreach_copy_(parts[stack.at], list(tensor.unbind()))
         return [before - after for before, after in zip(former, moved, strict=True)]
 
-    def rest(self, plan: CompiledPlan) -> None:
+    def step_uncovered(self, plan: CompiledPlan) -> None:
         """Do nothing: the base has stepped the other parameters in :meth:`_steps`."""
 
     def open(self, plan: CompiledPlan) -> None:
@@ -513,7 +515,7 @@ def _without_decay_of(plan: CompiledPlan, groups: list[Group]) -> Iterator[None]
     # Let the base decay all parameters but the plan's, in groups of their own at the end.
     count, changed = len(groups), []
     try:
-        for i, (group, decayed) in enumerate(zip(groups[:], plan.rest, strict=True)):
+        for i, (group, decayed) in enumerate(zip(groups[:], plan.uncovered, strict=True)):
             directed = [p for p, n in zip(plan.parameters, plan.numbers, strict=True) if n == i]
             if not (group.get("weight_decay") and directed):
                 continue

@@ -412,9 +412,12 @@ def set_base_state(
     except Exception as error:
         failed = error
     pairs = list(zip(optimizer.param_groups, before.get("param_groups", []), strict=False))
-    # Torch adds "differentiable" to the defaults of any optimizer in a load, read or not.
-    read = [key for key in optimizer.defaults if key != "differentiable"]
-    names = [k for k in read if any(k in old and k not in new for new, old in pairs)]
+    names = []
+    for key in optimizer.defaults:
+        lacking = [key in old and key not in new for new, old in pairs]
+        # Torch adds "differentiable" to the defaults of any optimizer in a load, read or not.
+        if any(lacking) and key != "differentiable":
+            names.append(key)
     if failed is None and not names:
         return
     # The base has set the state already: without this, a refused state would be in force.
@@ -457,8 +460,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
             entry["step"] = entry["step"].clone()  # the base counts in place
         if entry:
             plain[i] = entry
-    groups = [
-        {key: value for key, value in group.items() if key not in GROUP_KEYS}
-        for group in state["param_groups"]
-    ]
+    groups = []
+    for group in state["param_groups"]:
+        groups.append({k: value for k, value in group.items() if k not in GROUP_KEYS})
     return {"state": plain, "param_groups": groups}

@@ -44,9 +44,9 @@ class CompiledPlan:
         self.has_shards = any([is_sharded(p) for p in self.parameters])
         self.index = {p: i for i, p in enumerate(self.parameters)}
         # For each of the optimizer's groups, the parameters that the base alone steps.
-        self.rest: list[list[Tensor]] = []
+        self.uncovered: list[list[Tensor]] = []
         for group in groups:
-            self.rest.append([p for p in group["params"] if p not in self.index])
+            self.uncovered.append([p for p in group["params"] if p not in self.index])
         self.numbers = [stack.number for stack in stacks for _ in stack.parameters]
         start = 0
         for stack in stacks:
@@ -98,7 +98,7 @@ class CompiledPlan:
         stacks = []
         for stack in self.stacks:
             rows = [i for i, flag in enumerate(present[stack.at]) if not flag]
-            if stack.mine and rows:
+            if stack.keeps_momenta and rows:
                 stacks.append((stack, rows))
         return stacks
 

@@ -226,7 +226,8 @@ class LAMB(Optimizer):
             # `to` gives back a tensor of this dtype itself, and a copy of one in half precision. So
             # moments are rounded once, from float32, when they are stored below.
             stored = p, m, v
-            p, m, v, g = ([t.to(dtype) for t in ts] for ts in (p, m, v, g))
+            p, g = [t.to(dtype) for t in p], [t.to(dtype) for t in g]
+            m, v = [t.to(dtype) for t in m], [t.to(dtype) for t in v]
             if group["maximize"]:
                 g = torch._foreach_neg(g)
             if limit < math.inf:
@@ -282,8 +283,10 @@ def descend(
 
 def clipped_gradients(groups: list[dict[str, Any]]) -> Pairs:
     """Return parameters and gradients under each group's limit on the norm over all groups."""
-    graded = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    gradients = [p.grad for params in graded for p in params]
+    graded: list[list[Tensor]] = []
+    for group in groups:
+        graded.append([p for p in group["params"] if p.grad is not None])
+    gradients: Any = [p.grad for params in graded for p in params]
     result: Pairs = []
     norm = global_norm(gradients) if gradients else None
     for group, params in zip(groups, graded, strict=True):

@@ -70,8 +70,8 @@ class CoverageReport:
         if not names:
             return self.amount
         shown = ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
-        rest = f"the base optimizer updates the rest ({shown})"
-        return f"{self.amount}; {rest}: print(optimizer.preconditioner)"
+        text = f"the base optimizer updates the rest ({shown})"
+        return f"{self.amount}; {text}: print(optimizer.preconditioner)"
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

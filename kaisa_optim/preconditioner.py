@@ -215,7 +215,7 @@ class Preconditioner(Answers):
             if plan.leaving:  # before the base steps them: their entries are K-FAC's
                 base.let_go(plan)
             with label(PREFIX + "base step"):
-                base.rest(plan)
+                base.step_uncovered(plan)
                 base.descend(plan)
         finally:  # scratch ends with the step
             for stack in plan.stacks:
@@ -378,7 +378,7 @@ class Preconditioner(Answers):
         plan, self.groups.facts = self.groups.plan, None
         base.open(plan)
         plan.present = [False] * len(plan.parameters)
-        base.rest(plan)
+        base.step_uncovered(plan)
         self._aim()
 
     # ---- slots ----

@@ -273,10 +273,10 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
         return
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
-    more = " and others" if len(new) > _NAMED else ""
+    ending = " and others" if len(new) > _NAMED else ""
     agree.warn(
         ranks,
-        f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{more}. A "
+        f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{ending}. A "
         "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "
         "and the factors leave it out; move such a use into the model's forward, and ignore this "
         "warning for a penalty or a hook",

@@ -267,7 +267,7 @@ FAULTS = (
           "optim/test_lamb.py"),
     # ---- tools ----
     Fault("the command line exits with 0 where nothing fits", "tools/app.py",
-          "if found.best is None:", "if False:", "tools/test_app.py"),
+          "if planned.best is None:", "if False:", "tools/test_app.py"),
     Fault("a backward pass costs as much as a forward pass", "tools/passes.py", "_BACKWARD = 2 ",
           "_BACKWARD = 1 ", "tools/test_planner.py -k operations"),
 )

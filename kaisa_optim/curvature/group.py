@@ -57,7 +57,7 @@ class ParameterStack:
 
     def __init__(self, parameters: list[Tensor], like: Tensor, number: int, *, keeps: bool) -> None:
         self.parameters, self.number = parameters, number  # the number is the group's
-        self.mine = keeps  # whether this rank keeps the momenta
+        self.keeps_momenta = keeps  # whether this rank keeps the momenta
         self.dtype, self.device = like.dtype, like.device
         self.shape = (len(parameters), *like.shape)
         self.strides = (like.numel(), *strides(like))

@@ -62,9 +62,10 @@ class Share:
         # Places of the weights and of the biases, and numbers of their groups. A layer's weight is
         # its first parameter, its bias the last. A parameter without a place has -1: the last of
         # the base's numbers.
-        first, last = ([x.parameters[i] for x in self.layers] for i in (0, -1))
-        self.places = [[index.get(p, -1) for p in part] for part in (first, last)]
-        self.numbers = [[number_of.get(p, -1) for p in part] for part in (first, last)]
+        first = [x.parameters[0] for x in self.layers]
+        last = [x.parameters[-1] for x in self.layers]
+        self.places = [[index.get(p, -1) for p in first], [index.get(p, -1) for p in last]]
+        self.numbers = [[number_of.get(p, -1) for p in first], [number_of.get(p, -1) for p in last]]
         self._pairs = [*dict.fromkeys(zip(*self.numbers, strict=True))]
         shapes = [(stack_key(x, "g").size, stack_key(x, "a").size) for x in self.layers]
         self.roots = per_block(self.layers, [math.prod(x) ** 0.5 for x in shapes], self.like)
@@ -127,11 +128,11 @@ class Share:
         """Return the weights' learning rates, and the biases' as shares of these; None: all 1."""
         if len(self._pairs) == 1 and self._pairs[0][0] == self._pairs[0][1]:
             return rates[self._pairs[0][0]], None
-        of_weights, of_biases = ([rates[i] for i in part] for part in self.numbers)
-        rate = self.each(of_weights)
+        weights, biases = self.numbers
+        rate = self.each([rates[i] for i in weights])
         if all([are_alike([rates[i], rates[j]]) for i, j in self._pairs]):
             return rate, None
-        shares = torch.ones_like(self.roots) * self.each(of_biases) / rate
+        shares = torch.ones_like(self.roots) * self.each([rates[i] for i in biases]) / rate
         return rate, torch.where(shares.isfinite(), shares, 1.0)
 
     def each(self, values: list[Any]) -> Number:

@@ -150,10 +150,10 @@ class ConvLayer(_Spatial):
         # one shift between them see the same pairs of input rows, but for some at the borders: take
         # the products that they share once.
         module = self.module
-        taps, apart, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
+        taps, gap, positions = module.kernel_size[0], module.dilation[0], grad.shape[2]
         # Without it, a mean step at the defaults took 1.13 times as long for a ResNet-32, and 1.17
         # for a U-Net (in turns, one thread of an AMD EPYC with AVX-512).
-        shares = taps > 1 and module.stride[0] == 1 and positions >= apart * (taps - 1)
+        shares = taps > 1 and module.stride[0] == 1 and positions >= gap * (taps - 1)
         if not shares or takes_halves(x) or lowered():
             return None
         sizes = module.kernel_size, module.stride, module.dilation
@@ -170,10 +170,10 @@ class ConvLayer(_Spatial):
         n, side = self.inputs, images.shape[1]
         moment = images.new_empty(self.blocks, taps, side, taps, side)
         for count in range(taps):
-            shift, last = count * apart, (taps - 1 - count) * apart
+            shift, last = count * gap, (taps - 1 - count) * gap
             shared = rows(last, positions) @ rows(last + shift, positions + shift).mT
             for tap in range(taps - count):
-                block, first = shared, tap * apart
+                block, first = shared, tap * gap
                 for start, stop in ((first, last), (positions, positions + first)):
                     if start < stop:
                         right = rows(start + shift, stop + shift)

@@ -87,14 +87,17 @@ class WorkAssignment(ABC):
             owners = balance([a + g for a, g in costs], load)
             return [Placement(rank, rank) for rank in owners]
         # The layers over the columns, then the factors of each column over its ranks.
-        totals = [math.fsum(load[rank] for rank in grid.workers_of(c)) for c in range(grid.columns)]
+        totals = []
+        for column in range(grid.columns):
+            totals.append(math.fsum(load[rank] for rank in grid.workers_of(column)))
         columns = balance([a + g for a, g in costs], totals)
         placements = [Placement(0, 0)] * len(tasks)
         for column in range(grid.columns):
             ranks = grid.workers_of(column)
             layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
             factors = [cost for layer in layers for cost in costs[layer]]  # A, G, A, G, ...
-            owners = [ranks[i] for i in balance(factors, [load[rank] for rank in ranks])]
+            loads_of = [load[rank] for rank in ranks]
+            owners = [ranks[i] for i in balance(factors, loads_of)]
             for layer, a, g in zip(layers, owners[::2], owners[1::2], strict=True):
                 placements[layer] = Placement(a, g)
         return placements

@@ -81,7 +81,9 @@ class Schedule:
         if (gathering, interval) in self._slots:
             return self._slots[gathering, interval]
         count = min(self._count, gathering)
-        costs = {x.name: sum(factor.operations for factor in x.factors) for x in self._layers}
+        costs: dict[str, int] = {}
+        for layer in self._layers:
+            costs[layer.name] = sum(factor.operations for factor in layer.factors)
         total = max(1, sum(costs.values()))
         runs: list[tuple[int, list[LayerFacts]]] = []  # with their costs
         for same in grouped(self._layers, lambda layer: layer.shape).values():

@@ -110,7 +110,7 @@ def _state(
     part.adopt(plan)
     part.open(plan)
     plan.present = [False] * len(ours)
-    part.rest(plan)
+    part.step_uncovered(plan)
     everywhere, momenta = 0, []
     for group in optimizer.param_groups:
         for p in group["params"]:
