@@ -164,7 +164,7 @@ def test_each_part_rehearses(tmp_path, name):
 def test_the_tests_are_run_and_told(tmp_path):
     assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
     _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
-    assert exactness["code"] == 0 and "1 passed" in exactness["said"]
+    assert exactness["code"] == 0 and " passed" in exactness["said"]
 
 
 @pytest.mark.parametrize("steps", [30, 40])

@@ -155,5 +155,5 @@ def test_an_answer_is_never_set(name: str) -> None:
     kfac = exact(nn.Linear(3, 2)).preconditioner
     with pytest.raises(AttributeError, match=name):
         setattr(kfac, name, None)
-    with pytest.raises(AttributeError, match="layrs = 1: the preconditioner has no layrs"):
+    with pytest.raises(AttributeError, match=r"layrs = 1: .*factor_update_steps, .* can be set"):
         kfac.layrs = 1

@@ -32,6 +32,10 @@ METHODS = {
 # ---------------------------------------------------------------- comparing and driving
 
 
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
