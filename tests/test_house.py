@@ -18,12 +18,12 @@ CONTRACT = ROOT / "tests" / "CONTRACT.md"
 # What there is to carry, at most. A change that adds to one of these numbers takes as much away
 # elsewhere, and the record follows the numbers down.
 SUMS = {
-    "lines of the package": 12_450,
-    "functions of the package": 742,
-    "files of the package": 47,
-    "lines of tools": 2_182,
-    "lines of tests": 30_145,
-    "lines of benchmarks": 8_081,
+    "lines of the package": 10_750,
+    "functions of the package": 647,
+    "files of the package": 43,
+    "lines of tools": 2_181,
+    "lines of tests": 27_112,
+    "lines of benchmarks": 7_919,
 }
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed
 SLACK = 0.01  # the share by which a record may lag behind
