@@ -36,7 +36,7 @@ help:
 	@echo "make airbench  train CIFAR-10 in seconds on a CUDA device (BENCH_ARGS='--data FOLDER')"
 	@echo "make docs    build the documentation's site into build/site"
 	@echo "make test    run the tests that show that an installation works (TEST_ARGS=...)"
-	@echo "make check   run a maintainer's tests, too: random programs, benchmarks, long trainings,"
+	@echo "make check   run what make test leaves out: random programs, benchmarks, long trainings,"
 	@echo "             faults and zoo (BEFORE=REVISION compares with it bit for bit)"
 	@echo "make coverage  measure what all tests cover"
 	@echo "make faults  plant faults one by one in a copy, and see that the tests catch each"

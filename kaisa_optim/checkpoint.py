@@ -265,6 +265,11 @@ class Load:
             entry = next((entry for entry in parts if key in entry), None)
             if entry is None:
                 continue
+            shapes = {k: getattr(x, "shape", None) for k, x in entry.items() if k != STEP}
+            wrong = [k for k, shape in shapes.items() if shape is None]
+            if wrong or shapes[key] != (len(SavedFlags._fields),):
+                what = f"{(wrong or [key])[0]} of layer {layer.name!r} is not what K-FAC saves"
+                raise invalid_because("state_dict", f"{what}; remove its kfac_ entries")
             # The plain base keeps them as floats, since torch casts what it loads.
             flags = SavedFlags(*map(int, entry[key].tolist()))
             # Moments are of preconditioned gradients, or with a rule without a scale of raw ones.

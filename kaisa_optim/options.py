@@ -22,6 +22,7 @@ from .plan.assignment import WorkAssignment, check_fraction, choose
 from .plan.facts import WIDEST
 
 if TYPE_CHECKING:
+    from .capture.hooks import Capture
     from .curvature.averages import FactorSums
 
 Check = Callable[[str, Any], Any]  # from name and value to the settled value
@@ -393,6 +394,8 @@ class Options(_Record):
 class Hyperparameters:
     """The values of options that may change, checked where they are set, and intervals in force."""
 
+    capture: Capture | None = None  # knows whether labels were drawn for this step
+
     def __init__(
         self, options: Options, sums: FactorSums, group_schedules: list[Schedules], alone: bool
     ) -> None:
@@ -422,6 +425,13 @@ class Hyperparameters:
         value = OPTIONS[name].settled(value, self.options)
         self.options.refuse(name, value)
         if name == "loss_terms":
+            # K of labels that were drawn for this step has the former meaning. A sum of drawn
+            # gradients, once divided by another K, would scale G without a trace.
+            former = self.values.get("loss_terms", value)
+            is_other = value != former and (isinstance(value, str) or isinstance(former, str))
+            if is_other and self.capture is not None and self.capture.draws > 0:
+                why = f"{value!r} after sample_fisher, which drew for {former!r}; set it before"
+                raise invalid_because("loss_terms", why)
             self.sums.loss_terms = value
         elif name == "grad_scaler":
             self.sums.loss_scale = None if value is None else functools.partial(_scale_of, value)

@@ -485,7 +485,7 @@ class Preconditioner(Answers):
         if self._is_built:  # this may be between a backward pass and its step
             self.capture.detach()  # else both would count a pass
             new.resume(self.capture)
-        self.capture = new
+        self.capture = self.hyperparameters.capture = new
         self.allocate()
         self._aim()
 

@@ -438,6 +438,17 @@ def test_a_draw_after_the_backward_pass_is_refused_in_our_words():
         opt.preconditioner.sample_fisher(outputs, "mse")
 
 
+def test_terms_that_change_their_meaning_after_a_draw_are_refused():
+    model, opt = built(nn.Linear(2, 3))
+    opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
+    with pytest.raises(ValueError, match=r"Invalid loss_terms: 4\.0 after sample_fisher"):
+        opt.preconditioner.loss_terms = 4.0
+    opt.step()
+    opt.preconditioner.loss_terms = 4.0
+    opt.preconditioner.sample_fisher(model(torch.randn(4, 2)), "mse")
+    opt.preconditioner.loss_terms = 5.0
+
+
 # ---------------------------------------------------------------- ranks
 
 SIZES = ((3, 2), (4, 1))  # of each rank's micro-batches

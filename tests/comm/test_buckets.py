@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kaisa_optim.account import rounds, sum_buckets
-from kaisa_optim.comm.ranks import Bucket, CopyItem, overlaps
+from kaisa_optim.comm.ranks import Bucket, CopyItem, _added_up, overlaps
 from kaisa_optim.plan.assignment import Placement, Task
 from kaisa_optim.plan.facts import LayerFacts
 from tests.core.test_distribution import exchanged
@@ -66,3 +66,15 @@ def test_sums_for_several_owners_travel_together():
     assert run(4, exchanged, [*each[:2], *each[:2]], cap) == [4 + 2] * 4
     assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
     assert run(2, exchanged, each[:2], cap) == [2 + 1] * 2
+
+
+@pytest.mark.parametrize("count", range(1, 10))
+def test_a_sum_is_one_tree_of_the_ranks(count):
+    """The last ranks are added to the first ones, an odd one in the middle waits."""
+    rows = torch.randn(count, 7)
+    parts = [*rows.clone()]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        pairs = zip(parts[:half], parts[len(parts) - half :], strict=True)
+        parts = [a + b for a, b in pairs] + parts[half : len(parts) - half]
+    assert torch.equal(_added_up(rows), parts[0])

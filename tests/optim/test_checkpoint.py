@@ -240,6 +240,22 @@ def test_a_layer_that_is_not_covered_here_is_named():
         target.load_state_dict(opt.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("kfac_g_average", "lost"), ("kfac_status", "lost")),
+        *(("kfac_status", torch.zeros(n).long()) for n in (5, 8)),
+    ],
+)
+def test_entries_of_another_form_are_named(key, value):
+    model, opt = pair(KFACAdam, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    state["state"][2][key] = value
+    with pytest.raises(ValueError, match=rf"Invalid state_dict: {key} of layer '2' is not what"):
+        KFACAdam(network(), lr=0.1).load_state_dict(state)
+
+
 def test_a_layer_without_factors_in_the_checkpoint_is_estimated_anew():
     options = {"lr": 0.05, "skip_layers": "^2$", **EVERY_STEP}
     model, opt = pair(KFACSGD, **options)
