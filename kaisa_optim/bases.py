@@ -306,8 +306,11 @@ class RawStep(BaseStep):
         """Do nothing: the base steps all parameters in :meth:`descend`."""
 
     def open(self, plan: CompiledPlan) -> None:
-        """Let the base make its entries, at a rate of zero."""
-        self.optimizer.base_step()
+        """Let the base make its entries, by gradients of zero."""
+        graded = [p for p in plan.parameters if p.grad is not None]
+        # Raw gradients would enter momenta that are of preconditioned ones.
+        with gradients_of([(p, torch.zeros_like(p)) for p in graded]):
+            self.optimizer.base_step()
 
 
 class AdamStep(BaseStep):

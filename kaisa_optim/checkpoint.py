@@ -346,11 +346,19 @@ class Load:
         steps = [int(entry[STEP]) for entry in self.entries.values() if STEP in entry]
         kfac.resume(max(steps, default=0))
 
-    def warn(self) -> None:
+    def warn(self, optimizer: KFACMixin) -> None:
         """Warn of layers whose factors or momenta start anew."""
         kfac = self._kfac
-        if self.foreign:
-            names = ", ".join([repr(layer.name) for layer in self.foreign])
+        lacking = [layer.name for layer in self.foreign]
+        _, stepped = kfac.groups.stepped()
+        for layer in kfac.registry.with_state:
+            weight, base = layer.parameters[0], optimizer.base_part
+            entry = optimizer.state.get(weight, {})
+            keeps = base.keeps(optimizer.param_groups[kfac.registry.group_of[weight]], [entry])
+            if weight in stepped and keeps and base.momentum not in entry:
+                lacking += [layer.name] if layer.name not in lacking else []
+        if lacking:
+            names = ", ".join(map(repr, lacking))
             warnings.warn(
                 f"this state lacks the momenta of {names}, or has those of another compute_method "
                 "or base, so these momenta start at zero; to continue a run, build the optimizer "
@@ -427,6 +435,8 @@ def set_base_state(
         return
     # The base has set the state already: without this, a refused state would be in force.
     optimizer.__dict__.update(before)
+    if failed is not None and not names and not isinstance(failed, KeyError):
+        raise failed  # an error of the base's own, such as a lack of memory
     lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
     why = (
         f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import agree, bases, checkpoint, options, reports
-from .errors import FORMER, check_callable, invalid, invalid_because, unexpected
+from .errors import FORMER, check_callable, invalid, invalid_because, is_real, unexpected
 from .lamb import LAMB, clipped_gradients
 from .linalg import products
 from .options import GROUP_KEYS, OPTIONS, PER_GROUP, SECTIONS, Options, refuse_lost_damping
@@ -72,6 +72,10 @@ class KFACMixin(Optimizer):
         if not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
             for name in [name for name in of_base if name not in known]:
                 raise unexpected(title, name, OPTIONS, known)
+        rate = args[0] if args and [*known][1:2] == ["lr"] else kwargs.get("lr")
+        if not (rate is None or is_real(rate) or isinstance(rate, Tensor)):
+            must = "it must be a number or a tensor; parameters come first, and the model as model="
+            raise invalid("lr", rate, must)
         self._kfac_model = model
         self._kfac_options = Options(**{n: v for n, v in kwargs.items() if n in OPTIONS})
         self._group_schedules: list[options.Schedules] = []
@@ -350,7 +354,7 @@ class KFACMixin(Optimizer):
         finally:
             handle.remove()
             self.__dict__.pop("_loaded", None)
-        load.warn()
+        load.warn(self)
 
     def _settle_load(self) -> None:
         """Compare what ranks have loaded; layers that only some ranks have begin anew on all."""

@@ -266,7 +266,9 @@ def _grouped(mode: WatchMode, out: Any, *args: Any, offs: Any = None, **kwargs: 
 
 
 def _einsum(mode: WatchMode, out: Any, equation: Any, *operands: Any) -> Any:
-    # Equations of rows times a matrix, such as "bi,oi->bo".
+    # Equations of rows times a matrix, such as "bi,oi->bo". Torch hands a list on as one operand.
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
     if not isinstance(equation, str) or "->" not in equation or len(operands) != 2:
         return out
     terms, result = equation.replace(" ", "").split("->")

@@ -136,6 +136,12 @@ KFACAdam(model, lr=0.1)
         exec(code, {})
 
 
+@pytest.mark.parametrize("lr", ["0.1", lambda step: 0.1, iter([nn.Parameter(torch.zeros(2))])])
+def test_what_is_no_rate(lr):
+    with pytest.raises(ValueError, match=r"Invalid lr: .* must be a number or a tensor; param"):
+        KFACSGD(nn.Linear(2, 2), lr)
+
+
 def test_a_launcher_without_a_process_group_is_noticed(monkeypatch):
     model = nn.Linear(3, 2)
     monkeypatch.setenv("WORLD_SIZE", "4")
