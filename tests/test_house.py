@@ -22,7 +22,7 @@ SUMS = {
     "functions of the package": 647,
     "files of the package": 43,
     "lines of tools": 2_181,
-    "lines of tests": 27_157,
+    "lines of tests": 27_167,
     "lines of benchmarks": 7_919,
 }
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed

@@ -51,6 +51,7 @@ PRODUCTS: dict[str, tuple[Forward, Tensor, bool]] = {
     "linear of a transposed view": (lambda m, x: F.linear(x, m.w.t()), W.T, True),
     "addmm": (lambda m, x: torch.addmm(x.new_zeros(3), x, m.w), W.T, True),
     "einsum": (lambda m, x: torch.einsum("bi,oi->bo", x, m.w), W, False),
+    "einsum of a list": (lambda m, x: torch.einsum("bi,oi->bo", [x, m.w]), W, False),
     "einsum of inputs first": (lambda m, x: torch.einsum("bi,io->bo", x, m.w), W.T, True),
     "a cast": (lambda m, x: F.linear(x, m.w.to(torch.float32).double()), W.float().double(), False),
     "chunks": (lambda m, x: torch.cat([x @ part.T for part in m.w.split([1, 2])], 1), W, False),

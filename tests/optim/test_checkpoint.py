@@ -240,6 +240,15 @@ def test_a_layer_that_is_not_covered_here_is_named():
         target.load_state_dict(opt.state_dict())
 
 
+def test_a_momentum_that_the_checkpoint_lacks_is_named():
+    model, opt = pair(KFACAdam, lr=0.1)
+    train(model, opt, [0])
+    state = copy.deepcopy(opt.state_dict())
+    del state["state"][2]["exp_avg"]
+    with pytest.warns(UserWarning, match="this state lacks the momenta of '2', or"):
+        KFACAdam(network(), lr=0.1).load_state_dict(state)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
