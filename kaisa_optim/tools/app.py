@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 NOTHING_FITS, WRONG, FAILED = 1, 2, 3  # exit codes
 _WIDE = 100  # columns of a terminal that shows a whole plan
-_DETAILS = ("mean", "gather", "refresh")  # columns that a narrow one leaves out
+_DETAILS = ("gather", "refresh")  # columns that a narrow one leaves out
 _SLOW = 2.0  # seconds, after which a bar shows how it goes
 _KFAC = {"KFACAdam", "KFACSGD", "KFACLAMB"}
 
@@ -130,8 +130,8 @@ def plan_command(
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
         budget = memory or None
-        settings: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
-        planned = plan(model, ranks, budget, optimizer=kind, **settings, **options)
+        settings: dict[str, Any] = {"batch": batch, "device": device, "optimizer": kind}
+        planned = plan(model, ranks, budget, **settings, **options)
     if plot is not None:
         pictures.draw_plan(planned, plot)
     if as_json:
@@ -167,8 +167,8 @@ def simulate_command(
     with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
-        settings: dict[str, Any] = {"batch": batch, "device": device, "watch": watched}
-        planned = plan(model, ranks, optimizer=kind, **settings, **options)
+        settings: dict[str, Any] = {"batch": batch, "device": device, "optimizer": kind}
+        planned = plan(model, ranks, **settings, **options)
         priced = sorted(planned.priced, key=lambda x: x.step)
         world = planned.world
         # A simulation takes longer than a plan: of many, take the fastest and both ends.

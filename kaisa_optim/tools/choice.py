@@ -64,6 +64,7 @@ class Case:
     weights: int  # bytes, buffers included
     gradients: int
     base: int  # bytes of the base's state that all ranks keep
+    whole: int = 0  # bytes of the base's state without K-FAC
     momenta: Sequence[Momentum] = ()
     # By which ranks are balanced, if these differ from the layers' own: of frozen parameters, too.
     tasks: Sequence[Task] = ()
@@ -121,6 +122,11 @@ class Priced(NamedTuple):
     def step(self) -> float:
         """Mean seconds of a step."""
         return sum(self.times.mean.values())
+
+    @property
+    def base(self) -> float:
+        """Seconds of a step without K-FAC."""
+        return sum(self.times.quiet[x] for x in ("passes", "average gradients", "base step"))
 
 
 def price(case: Case, candidate: Candidate, world: int, hardware: Hardware) -> Priced:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -21,8 +20,6 @@ from .passes import passes_of
 from .survey import survey
 from .texts import aligned, digits, milliseconds, shown
 
-Watch = Callable[[Sequence[Candidate]], Iterator[Candidate]]
-
 
 def plan(
     model: nn.Module,
@@ -32,7 +29,6 @@ def plan(
     optimizer: type[KFACMixin] = KFACAdam,
     batch: Any = None,
     device: str = "h100",
-    watch: Watch = iter,
     **options: Any,
 ) -> Plan:
     """Return a plan of all strategies for a model on so many ranks; no process group is needed.
@@ -68,7 +64,7 @@ def plan(
     if settled.grad_worker_fraction != AUTO:
         make_grid(settled.strategy, world_size, settled.grad_worker_fraction)
         among = [Candidate(", ".join(map(str, asked.values())), settled.strategy, asked)]
-    priced = [price(case, x, world_size, profile) for x in watch(among)]
+    priced = [price(case, x, world_size, profile) for x in among]
     return Plan(case, profile, world_size, budget, priced, title)
 
 
@@ -112,20 +108,24 @@ class Plan(Choice):
         ]
         if not case.passes.operations:
             texts.append("no batch was given: passes and statistics take no time here")
+        texts.append("small networks' passes take longer: the host's calls are not in them")
         return texts
 
     def cells(self) -> list[list[str]]:
         """Return the table's head and rows."""
-        head = ["strategy", "K-FAC", "mean", "momenta", "in all", "MB/step", "quiet ms"]
-        rows = [[*head, "gather", "refresh", "mean ms", "fits"]]
-        best = self.best
+        head = ["strategy", "K-FAC", "momenta", "in all", "MB/step", "quiet ms", "gather"]
+        rows = [[*head, "refresh", "mean ms", "x base", "fits"]]
+        best, base, timed = self.best, self.priced[0].base, self.case.passes.operations > 0
         for entry in self.priced:
             fits = "best" if entry is best else "yes" if entry in self.fitting else "no"
-            sizes = max(entry.kfac), fmean(entry.kfac), max(entry.momenta), entry.needs
+            sizes = max(entry.kfac), max(entry.momenta), entry.needs
             times = [milliseconds(sum(x.values())) for x in entry.times]
+            times.append(f"{entry.step / base:.2f}" if timed else "")
             received = digits(fmean(entry.received) / 1e6)
             rows.append([entry.candidate.title, *map(shown, sizes), received, *times, fits])
-        return rows
+        step = milliseconds(base) if timed else ""
+        alone = shown(self.case.weights + self.case.gradients + self.case.whole)
+        return [*rows, ["the base alone", "", "", alone, "", step, "", "", step, "", ""]]
 
     @property
     def head(self) -> str:
@@ -154,6 +154,7 @@ class Plan(Choice):
                 "weights": case.weights,
                 "gradients": case.gradients,
                 "base": case.base,
+                "base alone": {"bytes": case.whole, "seconds": self.priced[0].base},
                 "strategies": list(map(_plain, self.priced)),
                 "best": None if best is None else best.candidate.title,
                 "options": None if best is None else dict(best.options),

@@ -55,6 +55,8 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
         for p in layer.parameters:
             stepped.setdefault(p, []).append(layer.name)
     everywhere, momenta = _state(optimizer, base, stepped)
+    # The base alone keeps second moments where K-FAC keeps a number a block, and not K-FAC's own.
+    copies = 0 if base.momentum == bases.MOMENTUM else 1 + bool(base.second)
     case = Case(
         [*registry.facts.values()],
         sizes_of(rule, options),
@@ -64,6 +66,7 @@ def survey(optimizer: KFACMixin) -> tuple[Case, Registry]:
         weights=sum(x.nbytes for x in {*model.parameters(), *model.buffers()}),
         gradients=sum(p.nbytes for p in model.parameters() if p.requires_grad),
         base=everywhere,
+        whole=everywhere + copies * sum(momentum.size for momentum in momenta),
         momenta=momenta,
         tasks=[task_of(layer) for layer in layers.values()],
         colocate=options.colocate_factors,
