@@ -76,7 +76,6 @@ setup: $(VENV)/all-ready
 
 # A broken link or an unknown name is an error.
 docs: $(VENV)/docs-ready
-	$(BIN)/python -m docs.tables --errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	$(BIN)/python docs/readability.py
 	@echo "open build/site/index.html"

@@ -8,15 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks import traffic
 from benchmarks.convergence.rates import best
+from benchmarks.nanogpt import STEPS as ALL_STEPS
+from benchmarks.nanogpt import TARGET
 from docs.tables import (
     CONTESTANTS,
     CONTESTS,
-    GAINS,
     MACHINES,
+    NANOGPT,
     PAGES,
     RATED,
     RATES,
@@ -24,13 +27,17 @@ from docs.tables import (
     STEPS,
     curve,
     fullest,
+    kept,
+    nanogpt_rows,
     ratio,
     reached,
 )
+from kaisa_optim.options import EARLY
 from kaisa_optim.plan.assignment import Hybrid
 from kaisa_optim.plan.schedule import Schedule
 
 OURS, OTHERS, PALE = "#3f51b5", "#9e9e9e", "#c5cae9"
+PEERS = {"KFACAdam": OURS, "Muon": "#ef6c00", "SOAP": "#2e7d32", "AdamW": OTHERS}
 IMAGES = ROOT / "docs/images"
 
 
@@ -144,23 +151,31 @@ def draw_strategies(plt: Any) -> None:
         _save(plt, figure, ROOT / f"docs/guides/{name}.png")
 
 
-def plot_gains(plt: Any) -> None:
-    """Draw losses as shares of the base's: at the base's rate, and at the best rate."""
-    figure, axis = plt.subplots(figsize=(7, 2.9), layout="constrained")
-    labels = []
-    for row, (task, base_name, kfac) in enumerate(GAINS):
-        base, ours = curve(task, base_name), curve(task, kfac)
-        rate = best(base)
-        axis.barh(row - 0.17, ours[rate] / base[rate], 0.3, color=OURS)
-        axis.barh(row + 0.17, ours[best(ours)] / base[rate], 0.3, color=PALE)
-        labels.append(f"{RATED[task]}\n{kfac} for {base_name}")
-    axis.axvline(1, color="black", linewidth=1)
-    axis.set_yticks(range(len(GAINS)), labels, fontsize=8)
-    axis.invert_yaxis()
-    axis.set_xlabel(
-        "last loss over the base's at its best rate (dark: at that rate; light: at ours)"
+def plot_nanogpt(plt: Any) -> None:
+    """Draw the loss of nanoGPT's recipe over steps and over seconds, means of seeds."""
+    best: dict[str, dict[str, Any]] = {}
+    for row in nanogpt_rows():
+        if row["optimizer"] in PEERS and row["steps"] == ALL_STEPS:
+            best.setdefault(row["optimizer"], row)
+    runs = kept(f"{NANOGPT}_runs").values()
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for name, colour in PEERS.items():
+        rate = best[name]["lr"]
+        same = [x for x in runs if (x["name"], x["lr"], x["steps"]) == (name, rate, ALL_STEPS)]
+        curves = [x["curve"] for x in same if "width" not in x]
+        points = [[fmean(x) for x in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+        for axis, place in zip(axes, (0, 1), strict=True):
+            places, losses = [x[place] for x in points], [x[2] for x in points]
+            axis.plot(places, losses, color=colour, label=f"{name}, rate {rate:g}")
+    for axis, title in zip(axes, ("steps", "seconds of one thread"), strict=True):
+        axis.axhline(TARGET, color="black", linewidth=0.8, linestyle=":")
+        axis.set(xlabel=title, ylim=(1.55, 2.2))
+    axes[0].set_ylabel("validation loss (lower is better)")
+    axes[0].annotate(
+        f"{TARGET}, published", (0, TARGET), xytext=(2, 3), fontsize=8, textcoords="offset points"
     )
-    _save(plt, figure, IMAGES / "gains.png")
+    axes[0].legend(fontsize=8)
+    _save(plt, figure, IMAGES / "nanogpt.png")
 
 
 def plot_memory(plt: Any) -> None:
@@ -186,102 +201,19 @@ def plot_memory(plt: Any) -> None:
 
 
 def plot_timeline(plt: Any) -> None:
-    """Draw how many layers gather and are refreshed in each step of ResNet-50, on 16 ranks."""
+    """Draw how many layers gather and are refreshed in each step of ResNet-50."""
     figure, axis = plt.subplots(figsize=(8, 2.4), layout="constrained")
-    layers = traffic.plan("ResNet-50", "opt", 16).layers
-    schedule = Schedule(layers, True)
-    gathering = schedule.gathering_slots(traffic.GATHERED)
-    refreshed = schedule.refresh_slots(traffic.GATHERED, traffic.REFRESHED)
-    steps = range(2 * traffic.REFRESHED)
-    for slots, interval, sign, colour in (
-        (gathering, traffic.GATHERED, 1, PALE),
-        (refreshed, traffic.REFRESHED, -1, OURS),
-    ):
-        axis.bar(
-            steps, [sign * len(slots.get(step % interval, ())) for step in steps], color=colour
-        )
+    schedule = Schedule(traffic.plan("ResNet-50", "opt", 16).layers, True, EARLY)
+    steps = range(2 * traffic.REFRESHED + 20)
+    work = [schedule.at(step, traffic.GATHERED, traffic.REFRESHED)[:2] for step in steps]
+    axis.bar(steps, [len(due or ()) for due, _ in work], color=PALE, label="gather statistics")
+    downwards = [-len(refreshed) for _, refreshed in work]
+    axis.bar(steps, downwards, color=OURS, label="roots found again")
     axis.axhline(0, color="black", linewidth=0.5)
     axis.set(xlabel="step", ylabel="layers")
-    axis.set_title(
-        "up: layers that gather statistics; down: layers whose roots are renewed", fontsize=9
-    )
+    axis.set_yticks([-50, 0, 50], ["50", "0", "50"])
+    axis.legend(fontsize=8, loc="right")
     _save(plt, figure, IMAGES / "timeline.png")
-
-
-def draw_choice(plt: Any) -> None:
-    """Draw the questions that lead to an optimizer and to its assignment."""
-    figure, axis = _canvas(plt, 9, 3.4)
-    question, answer = "#eeeeee", PALE
-    _box(axis, 0.0, 4, 2.4, "Which optimizer\ntrains your network now?", question)
-    answers = [
-        ("SGD", "KFACSGD"),
-        ("Adam", "KFACAdam"),
-        ("AdamW", "with_kfac(AdamW)"),
-        ("LAMB", "KFACLAMB"),
-        ("Muon", "KFACAdam"),
-        ("another", "with_kfac(Base)"),
-    ]
-    for row, (base, ours) in enumerate(answers):
-        _box(axis, 3.2, 6.5 - row, 1.0, base, question, 0.6)
-        _box(axis, 4.6, 6.5 - row, 2.0, ours, answer, 0.6)
-        _arrow(axis, (2.4, 4.4), (3.2, 6.8 - row))
-        _arrow(axis, (4.2, 6.8 - row), (4.6, 6.8 - row))
-    _box(axis, 7.2, 4, 2.3, "On how many hosts\nare your ranks?", question)
-    _arrow(axis, (6.6, 4.4), (7.2, 4.4))
-    last = [
-        "one host: the default,\nlayer-wise",
-        "hosts of R ranks:\ngrad_worker_fraction=1/R",
-        "weights in shards:\nfully_shard",
-    ]
-    for row, text in enumerate(last):
-        _box(axis, 10.0, 5.9 - 1.7 * row, 2.3, text, answer, 1.0)
-        _arrow(axis, (9.5, 4.4), (10.0, 6.4 - 1.7 * row))
-    axis.set(xlim=(-0.1, 12.4), ylim=(1, 7.4))
-    _save(plt, figure, IMAGES / "choice.png")
-
-
-def draw_step(plt: Any) -> None:
-    """Draw a step's way through the package."""
-    figure, axis = _canvas(plt, 9, 2.6)
-    boxes = [
-        ("gather", "capture/hooks.py\nlayers/", "passes"),
-        ("report, agree", "exchange.py\nagree.py", "step()"),
-        ("plan", "plan/schedule.py\nplan/facts.py", "step()"),
-        ("average, refresh", "curvature/averages.py\ncurvature/refresh.py", "step()"),
-        ("directions", "compiled.py\ncurvature/rules.py", "step()"),
-        ("lengths, base", "curvature/lengths.py\nbases.py", "step()"),
-    ]
-    for place, (title, modules, when) in enumerate(boxes):
-        left = 2.2 * place
-        colour = PALE if when == "step()" else "#eeeeee"
-        _box(axis, left, 1, 1.9, f"{title}\n\n{modules}", colour, 1.6)
-        axis.text(left + 0.95, 0.7, when, ha="center", fontsize=8)
-        if place:
-            _arrow(axis, (left - 0.3, 1.8), (left, 1.8))
-    axis.set(xlim=(-0.1, 13.1), ylim=(0.5, 2.8))
-    _save(plt, figure, IMAGES / "step.png")
-
-
-def _canvas(plt: Any, width: float, height: float) -> tuple[Any, Any]:
-    figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
-    axis.axis("off")
-    return figure, axis
-
-
-def _box(
-    axis: Any, left: float, low: float, width: float, text: str, colour: str, height: float = 0.9
-) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    shape = FancyBboxPatch(
-        (left, low), width, height, "round,pad=0,rounding_size=0.1", fc=colour, ec="none"
-    )
-    axis.add_patch(shape)
-    axis.text(left + width / 2, low + height / 2, text, ha="center", va="center", fontsize=8)
-
-
-def _arrow(axis: Any, start: tuple[float, float], end: tuple[float, float]) -> None:
-    axis.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": OTHERS, "lw": 0.8})
 
 
 def _save(plt: Any, figure: Any, path: Path) -> None:
@@ -297,7 +229,7 @@ def draw_all() -> None:
 
     draws: Sequence[Any] = (
         *(plot_convergence, plot_rates, plot_step_time, plot_bytes, draw_strategies),
-        *(plot_gains, plot_memory, plot_timeline, draw_choice, draw_step),
+        *(plot_nanogpt, plot_memory, plot_timeline),
     )
     for draw in draws:
         draw(plt)

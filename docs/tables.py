@@ -13,15 +13,17 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import published, traffic
 from benchmarks.convergence.rates import Kept as Rated
-from benchmarks.convergence.rates import best, means
+from benchmarks.convergence.rates import means
 from benchmarks.convergence.tasks import TASKS
+from benchmarks.nanogpt import STEPS as ALL_STEPS
 from benchmarks.papers_account import Papers
+from docs import api
 from docs.messages import Source
 from docs.remedies import REMEDIES
 from kaisa_optim.options import OPTIONS
@@ -62,12 +64,6 @@ RATED = {
     "fashion-8192": "Fashion-MNIST autoencoder, 8,192",
     "digits-full": "digits autoencoder, full batch",
 }
-GAINS = (  # rows of the README's table
-    ("unet-8", "SGD", "KFACSGD"),
-    ("characters", "AdamW", "KFACAdam"),
-    ("resnet8-1024", "AdamW", "KFACAdam"),
-    ("digits-full", "AdamW", "KFACAdam"),
-)
 BY_SGD = ("resnet8-256", "unet-8", "digits-256")
 RATES = {  # of each picture, what its panels show: base, ours and task
     "rates": [("AdamW", "KFACAdam", task) for task in RATED],
@@ -81,7 +77,7 @@ CONTESTANTS = {
 }
 AVERAGED = {"AdamW": ("KFACAdam", "SOAP", "Muon"), "SGD": ("KFACSGD",)}
 MISSED = (1.0, 1.0)  # shares that count where the baseline's loss is not reached
-NANOGPT = "nanogpt"
+NANOGPT, AT_SECONDS = "nanogpt", "loss at AdamW's seconds"
 MASKED = {
     "LAMB": "LAMB",
     "KFACLAMB": "KFACLAMB, defaults",
@@ -94,6 +90,7 @@ STEPS = {
     "inverses": "KFACSGD, inverse",
     "kfac-pytorch": "kfac-pytorch",
 }
+PEER = "kfac-pytorch"
 
 
 # What a user does when a message comes, and the modules that it comes from.
@@ -164,36 +161,64 @@ def shares() -> str:
     return traffic.table(["task, baseline", *names], rows)
 
 
+def mean_shares(base_name: str) -> list[tuple[str, int, int, float, float]]:
+    """Return names, tasks that all beside a baseline have, missed ones, and mean shares."""
+    names, contests = AVERAGED[base_name], [*CONTESTS]
+    if base_name == "SGD":
+        contests = [*dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS)]
+    tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
+    tasks.append([of_nanogpt(base_name, name) for name in names])
+    columns = zip(*(task for task in tasks if None not in task), strict=True)
+    means_of = []
+    for name, found in zip(names, columns, strict=False):  # no columns without a common task
+        steps, seconds = (statistics.geometric_mean(x) for x in zip(*found, strict=True))
+        means_of.append((name, len(found), found.count(MISSED), steps, seconds))
+    return means_of
+
+
 def averages() -> str:
     """Return geometric means of the shares, over tasks that all beside a baseline have."""
     rows = []
-    for base_name, names in AVERAGED.items():
-        contests = [*CONTESTS]
-        if base_name == "SGD":
-            contests = [*dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS)]
-        tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
-        tasks.append([of_nanogpt(base_name, name) for name in names])
-        columns = zip(*(task for task in tasks if None not in task), strict=True)
-        for name, found in zip(names, columns, strict=False):  # no columns without a common task
-            cells = [f"{statistics.geometric_mean(x):.2f}" for x in zip(*found, strict=True)]
-            counts = f"{len(found)}", f"{found.count(MISSED)}"
-            rows.append([f"{name}, {base_name}", *counts, *cells])
+    for base_name in AVERAGED:
+        for name, tasks, missed, *parts in mean_shares(base_name):
+            cells = [str(tasks), str(missed), *(f"{part:.2f}" for part in parts)]
+            rows.append([f"{name}, {base_name}", *cells])
     return traffic.table(["optimizer, baseline", "tasks", "missed", "steps", "seconds"], rows)
 
 
-def gains() -> str:
-    """Return what a user of AdamW or SGD gains, for the README."""
+def nanogpt_rows() -> list[dict[str, Any]]:
+    """Return the rows of nanoGPT's recipe, the lowest last loss first."""
+    return sorted(kept(NANOGPT)["rows"], key=lambda row: row["losses"][-1])
+
+
+def nanogpt() -> str:
+    """Return losses on nanoGPT's recipe at equal steps and seconds, and the way to its loss."""
     rows = []
-    for task, base_name, kfac in GAINS:
-        base, ours = curve(task, base_name), curve(task, kfac)
-        rate, own = best(base), best(ours)
-        cells = [f"{loss:#.3g}" for loss in (base[rate], ours[rate], ours[own])]
-        contest = next(x for x in CONTESTS if (x.file, x.baseline) == (task, base_name))
-        parts = reached(contest, CONTESTANTS[kfac])
-        cells += [f"{part:.2f}" for part in parts] if parts else ["", ""]
-        rows.append([f"{base_name}, {rate:g}", f"`{kfac}`", RATED[task], *cells])
-    head = ["you have, its best rate", "take", "network", "your loss", "ours at your rate"]
-    return traffic.table([*head, "ours at its best rate", "steps", "seconds"], rows)
+    for x in nanogpt_rows():
+        longer = f", {x['steps']:,} steps" if x["steps"] != ALL_STEPS else ""
+        cells = [f"{x['optimizer']}, {x['lr']:g}{longer}", *(f"{y:.3f}" for y in x["losses"])]
+        cells += [f"{x[AT_SECONDS]:.3f}", f"{x['of a step']:.2f}"]
+        met = [x.get(f"{name} to the target") for name in ("steps", "seconds")]
+        rows.append([*cells, *("" if y is None else f"{y:,.0f}" for y in met)])
+    head = ["optimizer, rate", "loss at ¼", "½", "¾", "the end", "at AdamW's seconds"]
+    return traffic.table([*head, "a step", "steps to 1.88", "seconds"], rows)
+
+
+def first() -> str:
+    """Return what the first page claims, in numbers."""
+    steps: dict[str, float] = {}
+    for row in nanogpt_rows():  # the best row of each
+        steps.setdefault(row["optimizer"], row.get("steps to the target", math.nan))
+    own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
+    of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares("AdamW")}
+    tasks, share, seconds = of["KFACAdam"]
+    return (
+        f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, it comes to AdamW's "
+        f"last loss in {share:.2f} of AdamW's steps and {seconds:.2f} of its seconds (SOAP "
+        f"{of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
+        f"{of['Muon'][2]:.2f}; geometric means)."
+    )
 
 
 def losses() -> str:
@@ -315,6 +340,24 @@ def step_times() -> str:
     return traffic.table(["network, machine", *STEPS], rows)
 
 
+def beside() -> str:
+    """Return how the papers' methods compare with the papers' own code."""
+    shares = []
+    for network in ("resnet32", "transformer"):
+        for machine in MACHINES:
+            pair = [ratio(network, machine, "10/100", STEPS[x]) for x in ("eigenvectors", PEER)]
+            shares.append((pair[0] or math.nan) / (pair[1] or math.nan))
+    kept_here = [fullest(model, name) for model in traffic.MODELS for name in traffic.STRATEGIES]
+    parts = [ours / papers for ours, papers in kept_here]
+    return (
+        'Beside kfac-pytorch 0.4.2: with `normalization="kaisa"`, weights after 20 steps differ by '
+        "at most 1e-5 of their change. With eigenvectors, a step takes "
+        f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md). By "
+        f"default, the fullest of 64 ranks keeps [{min(parts):.2f} to {max(parts):.2f} of the "
+        "papers' state](docs/results/memory_traffic.md), by model and assignment."
+    )
+
+
 def fullest(model: str, strategy: str) -> tuple[float, float]:
     """Return what the fullest of 64 ranks keeps, here and in the papers' scheme."""
     found = traffic.plan(model, strategy, 64)
@@ -349,6 +392,12 @@ def llama_7b() -> list[Task]:
     return tasks
 
 
+MODELS: dict[str, Callable[[], list[Task]]] = {
+    **{"ResNet-50": traffic.resnet50, "BERT-Large, untied": traffic.bert_large},
+    **{"GPT-2": gpt2, "Llama-7B": llama_7b},
+}
+
+
 def fullest_with_momenta(tasks: list[Task], workers: int, world: int) -> float:
     """Return the bytes of K-FAC's state and of momenta on the fullest rank."""
     account = traffic.account(tasks, Hybrid(workers / world), world)
@@ -361,12 +410,8 @@ def fullest_with_momenta(tasks: list[Task], workers: int, world: int) -> float:
 
 def calculator() -> str:
     """Return weights, Adam's state, and K-FAC's with its momentum, on the fullest rank, in GB."""
-    models = {
-        **{"ResNet-50": traffic.resnet50, "BERT-Large, untied": traffic.bert_large},
-        **{"GPT-2": gpt2, "Llama-7B": llama_7b},
-    }
     rows = []
-    for title, make in models.items():
+    for title, make in MODELS.items():
         weights = 4 * traffic.parameters(make())
         sizes: list[float] = [weights, 2 * weights]
         for world in (8, 64):
@@ -375,6 +420,17 @@ def calculator() -> str:
         rows.append([title, *(f"{size / 1e9:#.3g}" for size in sizes)])
     head = ["model, GB", "weights", "Adam's state"]
     head += [f"{world} ranks: {name}" for world in (8, 64) for name in ("1", "1/4", f"1/{world}")]
+    return traffic.table(head, rows)
+
+
+def memory() -> str:
+    """Return what K-FAC and its momentum take on the fullest rank, at the default, in GB."""
+    rows = []
+    for title, make in MODELS.items():
+        weights = 4 * traffic.parameters(make())
+        sizes = [weights, 2 * weights, *(fullest_with_momenta(make(), 1, n) for n in (1, 8, 64))]
+        rows.append([title, *(f"{size / 1e9:#.3g}" for size in sizes)])
+    head = ["GB", "weights", "Adam's state", "ours, 1 rank", "8 ranks", "64 ranks"]
     return traffic.table(head, rows)
 
 
@@ -392,42 +448,6 @@ def predicted() -> str:
     return traffic.table(["model, fraction", "measured", "predicted", "error"], rows)
 
 
-TABLES = {
-    ROOT / "README.md": {"gains": gains},
-    PAGES / "convergence.md": {
-        "shares": shares,
-        "averages": averages,
-        "losses": losses,
-        "rates": rates,
-        "rates of SGD": rates_of_sgd,
-        "masked": masked,
-        "findings": findings,
-    },
-    ROOT / "docs/guides/memory.md": {"calculator": calculator},
-    PAGES / "step_time.md": {"steps": step_times},
-    REFERENCE / "plans.md": {"published": published.report, "predicted": predicted},
-    PAGES / "memory_traffic.md": {"bytes": of_64_ranks},
-}
-
-
-def rewritten(page: str, name: str, table: str) -> str:
-    """Return the page with another table between its markers."""
-    begin, end = BEGIN.format(name), END.format(name)
-    before, rest = page.split(begin)
-    return f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
-
-
-def pages() -> Iterator[tuple[Path, str]]:
-    """Yield each page and what it should be."""
-    for path, tables in TABLES.items():
-        page = path.read_text()
-        for name, make in tables.items():
-            page = rewritten(page, name, make())
-        yield path, page
-    path = REFERENCE / "options.md"
-    yield path, rewritten(path.read_text(), "options", options())
-
-
 def options() -> str:
     """Return the table of all options in docs/reference/options.md."""
     rows = ["| option | default | meaning |", "|---|---|---|"]
@@ -441,12 +461,6 @@ def options() -> str:
 
 
 # ---- errors and warnings ----
-
-
-def errors() -> str:
-    """Return the page of all messages, which is written when the site is built."""
-    page = (REFERENCE / "errors.md.in").read_text()
-    return rewritten(rewritten(page, "messages", messages()), "conflicts", conflicts())
 
 
 def remedy(text: str) -> tuple[str, str]:
@@ -494,16 +508,65 @@ def conflicts() -> str:
     return table.replace("--:", ":--")
 
 
+# ---- pages ----
+
+
+TABLES = {
+    ROOT / "README.md": {
+        "first": first,
+        "nanogpt": nanogpt,
+        "averages": averages,
+        "beside": beside,
+        "memory": memory,
+    },
+    PAGES / "convergence.md": {
+        "nanogpt": nanogpt,
+        "shares": shares,
+        "averages": averages,
+        "losses": losses,
+        "rates": rates,
+        "rates of SGD": rates_of_sgd,
+        "masked": masked,
+        "findings": findings,
+    },
+    ROOT / "docs/guides/memory.md": {"calculator": calculator},
+    PAGES / "step_time.md": {"steps": step_times},
+    REFERENCE / "plans.md": {"predicted": predicted},
+    PAGES / "published.md": {"published": published.report},
+    PAGES / "memory_traffic.md": {"bytes": of_64_ranks},
+    REFERENCE / "options.md": {"options": options},
+    REFERENCE / "errors.md": {"messages": messages, "conflicts": conflicts},
+}
+
+
+def rewritten(page: str, name: str, table: str) -> str:
+    """Return the page with another table between its markers."""
+    begin, end = BEGIN.format(name), END.format(name)
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n\n{table}\n\n{end}{rest.split(end)[1]}"
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Yield each page and what it should be."""
+    for path, tables in TABLES.items():
+        page = path.read_text()
+        for name, make in tables.items():
+            page = rewritten(page, name, make())
+        yield path, page
+    yield REFERENCE / "api.md", api.page()
+    yield ROOT / "docs/index.md", home((ROOT / "README.md").read_text())
+
+
+def home(readme: str) -> str:
+    """Return the README as the site's first page: links into docs stay, others become text."""
+    inside = readme.replace("](docs/", "](")
+    return re.sub(r"\[([^\]]+)\]\((?:benchmarks|examples|CHANGELOG)[^)]*\)", r"\1", inside)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m docs.tables", description="Write the tables and plots of docs/results."
-    )
-    parser.add_argument(
-        "--errors", action="store_true", help="write docs/reference/errors.md alone"
-    )
-    (REFERENCE / "errors.md").write_text(errors())
-    if parser.parse_args(arguments).errors:
-        return
+    argparse.ArgumentParser(
+        prog="python -m docs.tables", description="Write the tables, pages and plots of docs."
+    ).parse_args(arguments)
     for path, page in pages():
         path.write_text(page)
     (PAGES / "traffic.csv").write_text(traffic.as_csv())
