@@ -72,7 +72,7 @@ def _entry(title: str, thing: Any, level: str) -> list[str]:
 def _signature(thing: Any) -> str:
     told: list[str] = []
     for p in inspect.signature(thing).parameters.values():
-        if p.name in OPTIONS and told[-1] == "model=None":
+        if p.name in OPTIONS and told[-1:] == ["model=None"]:
             told.append("...")
             break
         if p.name in ("self", "cls"):

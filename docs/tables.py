@@ -119,6 +119,22 @@ def kept(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+CHOICES = {  # what stands in the place of each optimizer, and the rates to try
+    "AdamW": ("with_kfac(torch.optim.AdamW)(model, lr=...)", "yours, 3 and 10 times it"),
+    "Adam, no decay": ("KFACAdam(model, lr=...)", "yours, 3 and 10 times it"),
+    "SGD": ("KFACSGD(model, lr=..., momentum=0.9)", "yours, 3 and 10 times it"),
+    "LAMB": ("KFACLAMB(model, lr=...)", "yours, 3 times it"),
+    "Muon": ("KFACAdam(model, lr=...)", "those of AdamW beside it"),
+    "another": ("with_kfac(it)(model, lr=...)", "yours, 3 times it"),
+}
+
+
+def choices() -> str:
+    """Return which optimizer takes the place of which, and at which rate."""
+    rows = [[base, f"`{call}`", rates] for base, (call, rates) in CHOICES.items()]
+    return traffic.table(["you have", "take", "rates to try"], rows).replace("--:", ":--")
+
+
 # ---- convergence ----
 
 
@@ -514,6 +530,7 @@ def conflicts() -> str:
 TABLES = {
     ROOT / "README.md": {
         "first": first,
+        "choices": choices,
         "nanogpt": nanogpt,
         "averages": averages,
         "beside": beside,
@@ -529,6 +546,7 @@ TABLES = {
         "masked": masked,
         "findings": findings,
     },
+    ROOT / "docs/guides/optimizer.md": {"choices": choices},
     ROOT / "docs/guides/memory.md": {"calculator": calculator},
     PAGES / "step_time.md": {"steps": step_times},
     REFERENCE / "plans.md": {"predicted": predicted},
