@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import json
@@ -32,27 +31,16 @@ NEEDS = {
     "maskrcnn": ("torchvision", "pycocotools"),
 }
 SMOKES = [
-    ("unet", "SGD"),
-    ("unet", "KFACAdam"),
-    ("gpt", "AdamW"),
-    ("gpt", "Muon"),
-    ("bert", "LAMB"),
-    ("bert", "KFACLAMB"),
-    ("imagenet", "KFACSGD"),
-    ("maskrcnn", "KFACSGD"),
+    *(("unet", "SGD"), ("unet", "KFACAdam"), ("gpt", "AdamW"), ("gpt", "Muon"), ("bert", "LAMB")),
+    *(("bert", "KFACLAMB"), ("imagenet", "KFACSGD"), ("maskrcnn", "KFACSGD")),
 ]
+
+SHORT = ("--smoke", "--quiet", "--device", "cpu")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-def application(name):
-    for package in NEEDS.get(name, ()):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed ([applications])")
-    return importlib.import_module(f"benchmarks.applications.{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +52,10 @@ def numbers_as_they_were():
 
 @pytest.mark.parametrize(("name", "optimizer"), SMOKES)
 def test_smoke(name, optimizer, tmp_path):
-    found = application(name).main(
-        ["--smoke", "--quiet", "--optimizer", optimizer, "--out", str(tmp_path), "--device", "cpu"]
-    )
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed ([applications])")
+    application = importlib.import_module(f"benchmarks.applications.{name}")
+    found = application.main([*SHORT, "--optimizer", optimizer, "--out", str(tmp_path)])
     assert found and all(torch.isfinite(torch.tensor(list(found[-1].values()))))
     assert (tmp_path / "last.pt").exists() and not (tmp_path / "last.part").exists()
     record = json.loads((tmp_path / "curve.json").read_text())
@@ -78,7 +67,7 @@ def test_smoke(name, optimizer, tmp_path):
 
 # ---- exact resume ----
 
-SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD", "--steps", "6")
+SETTINGS = (*SHORT, "--optimizer", "KFACSGD", "--steps", "6")
 INTERVALS = ("--every", "3", "--factor_update_steps", "2", "--inv_update_steps", "4")
 
 
@@ -89,21 +78,16 @@ def in_two_calls(folder, more):
         out = folder / name
         for stop in stops:
             ranks = common.Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
-            options = arguments.parse(
-                None,
-                [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)],
-                unet.DEFAULTS,
-                unet.PRESETS,
-                unet.SMOKE,
-                unet.arguments,
-            )
+            given = [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)]
+            settings = unet.DEFAULTS, unet.PRESETS, unet.SMOKE
+            options = arguments.parse(None, given, *settings, unet.arguments)
             trained = common.Run(unet.job(options, ranks), options, ranks)
             trained.fit()
         points = [{n: v for n, v in p.items() if n != "seconds"} for p in trained.points]
         weights = [p.detach().clone() for p in trained.job.model.parameters()]
         ends.append((points, weights))
     (points, weights), (others, same) = ends
-    assert len(points) == 2 and len(others) == 2
+    assert len(points) == 2
     for one, other in zip(points, others, strict=True):
         # The ranks' sums of training losses are joined when a checkpoint is written.
         assert one.pop("train") == pytest.approx(other.pop("train"), rel=1e-6)
@@ -143,13 +127,8 @@ def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
     # With the launcher's own store, which torch shares, restarted ranks find dead ones' addresses.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    found = subprocess.run(
-        [*torchrun, str(script), *given],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    how = {"env": environment, "capture_output": True, "text": True, "timeout": 180}
+    found = subprocess.run([*torchrun, str(script), *given], **how)
     assert found.returncode == 0, found.stderr[-3000:]
     assert "exitcode: -9" in found.stderr
     curve = json.loads((out / "curve.json").read_text())["curve"]

@@ -14,7 +14,6 @@ import gc
 import io
 import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -74,9 +73,7 @@ def run(
     all ranks may take their time, and the list is one of ``Outcome``.
     """
     job = _packed((function, args))  # fails here, before there are ranks to be disturbed
-    pool = _Pool(world) if own or world not in _POOLS else _POOLS[world]
-    if not own:
-        _POOLS[world] = pool
+    pool = _Pool(world) if own else _POOLS.get(world) or _POOLS.setdefault(world, _Pool(world))
     try:
         return pool.run(job, function, timeout, expect_errors)
     finally:
@@ -98,10 +95,6 @@ class _Reply(NamedTuple):
     value: Any = None
     error: str | None = None
     trace: str = ""
-
-    @property
-    def what(self) -> str:
-        return f"raised {self.error}" if self.trace else str(self.error)
 
 
 # Ranks are forks of one process that has imported what they need: a rank that imports torch and the
@@ -182,7 +175,8 @@ class _Pool:
             stacks = self._stacks(missing)
         if failed and not expect_errors:
             lines = [f"{name} failed on {len(failed)} of {len(self.pipes)} ranks"]
-            lines += [f"rank {rank} {reply.what}" for rank, reply in failed.items()]
+            raised = {rank: "raised " if reply.trace else "" for rank, reply in failed.items()}
+            lines += [f"rank {rank} {raised[rank]}{x.error}" for rank, x in failed.items()]
             lines += [f"rank {rank} was still busy" for rank in missing if rank not in failed]
             errors = {rank: str(reply.error) for rank, reply in failed.items()}
             raise RankError("\n".join([*lines, "", *traces[:1], *stacks]), errors)
@@ -335,12 +329,7 @@ def _answer(work: Callable[[], Any]) -> bytes:
 
 def _packed(thing: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(
-        thing,
-        buffer,
-        pickle_protocol=pickle.HIGHEST_PROTOCOL,
-        _use_new_zipfile_serialization=False,
-    )
+    torch.save(thing, buffer, pickle_protocol=5, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
