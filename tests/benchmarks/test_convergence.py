@@ -384,22 +384,19 @@ def runs(monkeypatch):
 
 
 def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
-    rates.main([*ASKED, "--out", str(tmp_path)])
+    asked, task = [*ASKED, "--out", str(tmp_path)], TASKS["digits-256"]
+    rates.main(asked)
     assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
     assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
-    rates.main([*ASKED, "5", "--out", str(tmp_path)])
+    rates.main([*asked, "--seeds", "3", "4", "5"])
     assert {one.seed for one in runs[8:]} == {5} and len(runs) == 12
     kept = json.loads((tmp_path / "rates_digits-256.json").read_text())
-    assert kept["steps"] == TASKS["digits-256"].steps // 2
+    assert kept["steps"] == task.steps // 2
     assert {row["loss"] for row in kept["runs"]} == {1.0, None, 1.1, 0.5}
     assert (tmp_path / "rates_digits-256.png").exists()
     # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
     assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
-
-
-def test_settings_of_the_best_rate(runs, tmp_path):
-    rates.main([*ASKED, "--out", str(tmp_path)])
-    task = TASKS["digits-256"]
+    # Settings of the best rate
     found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
     betas = {"beta1": 0.9, "beta2": 0.999}
     assert found["AdamW"] == {"lr": 0.01, **betas}

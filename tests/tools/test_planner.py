@@ -149,45 +149,23 @@ class Strange(torch.optim.SGD):
 
 
 on_two_ranks = partial(plan, world_size=2)
+STRANGE, AUTO = {"optimizer": with_kfac(Strange)}, {"grad_worker_fraction": "auto"}
+HALF = {"grad_worker_fraction": 0.5}
 
 
 @pytest.mark.parametrize(
     ("build", "options", "said"),
     [
         (on_two_ranks, {"optimizer": torch.optim.Adam}, "optimizer: .*must be a K-FAC class"),
-        (
-            on_two_ranks,
-            {"optimizer": with_kfac(Strange)},
-            "base: the entries of Strange are not known before a step: no",
-        ),
+        (on_two_ranks, STRANGE, "base: the entries of Strange are not known before a step: no"),
         (on_two_ranks, {"batch": torch.zeros(2, 5)}, "batch: the model can't be run with it"),
         (on_two_ranks, {"batch": 32}, "batch: 32; it must be a model's input"),
-        (
-            KFACAdam,
-            {"grad_worker_fraction": "auto"},
-            "memory_budget: None .*on cpu, and K-FAC knows the free memory of CUDA",
-        ),
-        (
-            KFACAdam,
-            {"grad_worker_fraction": "auto", "memory_budget": 0.5},
-            "memory_budget: 0.5 .*on cpu, and K-FAC knows the free memory of CUDA",
-        ),
+        (KFACAdam, AUTO, "memory_budget: None .*on cpu, and K-FAC knows the free memory of CUDA"),
+        (KFACAdam, AUTO | {"memory_budget": 0.5}, "memory_budget: 0.5 .*on cpu, and K-FAC knows"),
         (KFACAdam, {"memory_budget": "1GB"}, "memory_budget: .*no use for it; give grad_worker_f"),
-        (
-            KFACAdam,
-            {"memory_budget": 5, "grad_worker_fraction": 0.5},
-            "memory_budget: .*=0.5, which has no",
-        ),
-        (
-            KFACAdam,
-            {"grad_worker_fraction": "auto", "assignment": "opt"},
-            "assignment: .*a plan chooses the strategy",
-        ),
-        (
-            KFACAdam,
-            {"grad_worker_fraction": "most"},
-            "grad_worker_fraction: 'most'; it must be between",
-        ),
+        (KFACAdam, HALF | {"memory_budget": 5}, "memory_budget: .*=0.5, which has no"),
+        (KFACAdam, AUTO | {"assignment": "opt"}, "assignment: .*a plan chooses the strategy"),
+        (KFACAdam, {"grad_worker_fraction": "most"}, "grad_worker_fraction: 'most'; it must be"),
     ],
 )
 def test_plans_and_choices_that_can_not_be_are_refused(build, options, said):
