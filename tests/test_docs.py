@@ -125,13 +125,6 @@ def test_the_recipe_of_the_trainer_saves_what_all_ranks_hold(best, tmp_path):
     assert 0.3 < next(entry["loss"] for entry in log if "loss" in entry) < 1
 
 
-def test_the_reference_has_the_table_of_options():
-    text = (DOCS / "reference/options.md").read_text()
-    begin, end = "<!-- options: begin -->", "<!-- options: end -->"
-    shown = text[text.index(begin) + len(begin) : text.index(end)].strip()
-    assert shown == tables.options(), "run: python -m docs.tables"
-
-
 def test_geometric_means_are_of_common_tasks_and_count_what_was_missed(tmp_path, monkeypatch):
     def keep(name, **shares):
         rows = []
@@ -154,7 +147,7 @@ def test_geometric_means_are_of_common_tasks_and_count_what_was_missed(tmp_path,
     ]
 
 
-def test_tables_of_results_are_the_kept_numbers():
+def test_tables_are_the_kept_numbers_and_the_options():
     for path, page in tables.pages():
         assert path.read_text() == page, f"{path.name}: run python -m docs.tables"
 
@@ -193,9 +186,6 @@ def test_the_readme_is_short_and_its_pictures_are_small():
         assert (ROOT / picture).stat().st_size < 150_000
 
 
-# ---- errors and warnings ----
-
-
 def told():
     """Yield each literal of some words in the calls that make an error or a warning."""
     for path in sorted(messages.PACKAGE.rglob("*.py")):
@@ -223,9 +213,6 @@ def test_each_message_is_found_in_the_source():
     shown = [x for modules in tables.SECTIONS.values() for x in modules]
     assert not {m.module for m in known if not m.module.startswith(tuple(shown))}
     assert not [part for part in tables.REMEDIES if not any(part in m.text for m in known)]
-
-
-# ---- links ----
 
 
 def prose(page):

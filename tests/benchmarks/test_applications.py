@@ -65,8 +65,6 @@ def test_smoke(name, optimizer, tmp_path):
         assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-# ---- exact resume ----
-
 SETTINGS = (*SHORT, "--optimizer", "KFACSGD", "--steps", "6")
 INTERVALS = ("--every", "3", "--factor_update_steps", "2", "--inv_update_steps", "4")
 
@@ -142,9 +140,6 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
         unet.main([*given, "--batch", "4"])
 
 
-# ---- arguments ----
-
-
 def parsed(*given, presets=None):
     defaults = {"all": {"lr": 1.0}, "KFAC": {"damping": 0.5}, "KFACSGD": {"momentum": 0.3}}
     presets = presets or {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
@@ -161,9 +156,6 @@ def test_the_command_line_comes_before_the_preset_and_that_before_defaults(capsy
     with pytest.raises(SystemExit):
         parsed("--damping", "0.1")
     assert "--damping does not go with --optimizer SGD" in capsys.readouterr().err
-
-
-# ---- parts ----
 
 
 def test_an_order_is_the_same_from_any_step_on():

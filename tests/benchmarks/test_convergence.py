@@ -28,8 +28,6 @@ from benchmarks.recipes import Runs
 DATA = (torch.ones(4, 1),) * 2
 RESULTS = Path(contest.__file__).parents[1] / "results"
 
-# ---- the search ----
-
 
 def line(steps: int = 40) -> Task:
     """Fits y = 3 x; the loss is known at every slope."""
@@ -275,9 +273,6 @@ def test_seconds_are_measured_in_turns(monkeypatch):
     assert final[0]["ms per step"] == 1e3 * 7 / 35
 
 
-# ---- what is trained ----
-
-
 def test_an_epoch_has_every_example_once():
     places = tasks.epochs(10, 4, torch.Generator().manual_seed(0))
     first, second = ([next(places), next(places)] for _ in range(2))
@@ -362,8 +357,6 @@ def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
     same = (shown == target)[chosen].float().mean()
     assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
 
-
-# ---- losses over rates ----
 
 ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
 LOSSES = {"AdamW": {0.01: 1.0, 0.1: math.inf}, "KFACAdam": {0.01: 1.1, 0.1: 0.5}}

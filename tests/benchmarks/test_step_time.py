@@ -26,8 +26,6 @@ from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
 from benchmarks.step_time.tasks import DEFAULT, SHORT, Task
 
-# ---- networks ----
-
 
 def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
@@ -55,9 +53,6 @@ def test_bert_large_is_the_published_one():
     encoder = (network.words, network.places, network.kinds, network.norm, network.blocks)
     assert sum(map(parameters, encoder)) + parameters(nn.Linear(1024, 1024)) == 335_141_888
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
-
-
-# ---- contestants ----
 
 
 def linear(passes: int = 1) -> Task:
@@ -108,8 +103,6 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     assert refreshed[0] // TURN == 2 and refreshed[0] in gathered
 
 
-# ---- operations ----
-
 KNOWN = json.loads(Path("benchmarks/results/operations.json").read_text())["results"]
 MORE = 1.05  # counts may grow by so much
 
@@ -142,9 +135,6 @@ def test_views_allocations_and_counters_are_no_operations():
     assert dict(seen.found) == {"clone": 1, "sum": 1, "relu": 1}
 
 
-# ---- the command ----
-
-
 def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     def measure(task, names, intervals, settings):
         return [steps.Measured(name, 1.0, 1.0, 0.0, peak_mb=0.0) for name in names]
@@ -165,9 +155,6 @@ def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys
     assert "wanted" not in "".join(record["summary"])
     benchmark.main(shortly)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-# ---- the trial ----
 
 
 def recorded(folder):

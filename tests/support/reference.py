@@ -32,9 +32,6 @@ METHODS = {
 }
 
 
-# ---------------------------------------------------------------- comparing and driving
-
-
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
@@ -44,9 +41,6 @@ def take_step(opt: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor
     before = parameters_of(module)
     opt.step()
     return difference(before, module)
-
-
-# ---------------------------------------------------------------- rows
 
 
 def weight_derivatives(output: Tensor, weight: Tensor, place: tuple[Any, ...]) -> Tensor:
@@ -135,9 +129,6 @@ def matrix(module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Ten
     if bias is not None:
         parts.append(bias.reshape(blocks, -1, 1))
     return torch.cat(parts, dim=-1)
-
-
-# ---------------------------------------------------------------- factors and the dense system
 
 
 def factors(

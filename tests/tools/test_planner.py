@@ -24,8 +24,6 @@ from tests.support.ranks import RankError, run
 from tests.support.training import early
 from tests.support.watch import Body
 
-# ---- plans ----
-
 INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 
@@ -165,15 +163,12 @@ HALF = {"grad_worker_fraction": 0.5}
         (KFACAdam, {"memory_budget": "1GB"}, "memory_budget: .*no use for it; give grad_worker_f"),
         (KFACAdam, HALF | {"memory_budget": 5}, "memory_budget: .*=0.5, which has no"),
         (KFACAdam, AUTO | {"assignment": "opt"}, "assignment: .*a plan chooses the strategy"),
-        (KFACAdam, {"grad_worker_fraction": "most"}, "grad_worker_fraction: 'most'; it must be"),
+        (KFACAdam, {"grad_worker_fraction": "most"}, "grad_worker_f.*'most'; it must be between"),
     ],
 )
 def test_plans_and_choices_that_can_not_be_are_refused(build, options, said):
     with pytest.raises(ValueError, match=f"Invalid {said}"):
         build(network("chain"), **options)
-
-
-# ---- optimizers ----
 
 
 def model() -> nn.Sequential:
@@ -216,9 +211,6 @@ def test_bytes_of_state_are_those_of_the_optimizer(name):
     assert case.gradients == sum(p.grad.nbytes for p in net.parameters() if p.grad is not None)
     assert [x.name for x in case.layers] == list(optimizer.preconditioner.layers)
     assert case.sizes == optimizer.preconditioner.groups.sizes
-
-
-# ---- batches ----
 
 
 def passes_of(net: nn.Module, x: Any, **options: Any) -> Any:
@@ -288,9 +280,6 @@ def test_caches_of_the_model_stay_real(first):
     assert passes_of(net, x).rows["inner"] == 3
     assert before == (set(vars(net)), set(net.state_dict()), set(net._buffers))
     assert not net(x).is_meta and not net.cos.is_meta and not net.inner._forward_hooks
-
-
-# ---- ``grad_worker_fraction="auto"`` ----
 
 
 def build(net: nn.Module, budget: Any, **options: Any) -> Any:

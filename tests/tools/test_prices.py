@@ -21,8 +21,6 @@ from kaisa_optim.tools.prices import Clock, Passes
 from kaisa_optim.tools.simulation import Stage, columns, everyone, rows, run, simulate
 from tests.support.cluster import network
 
-# ---- profiles ----
-
 NAMES = sorted(path.stem for path in PROFILES.glob("*.toml"))
 ROWS = [[100, 1.0, 0.5], [1000, 100.0, 50.0]]
 PLAIN = {
@@ -107,8 +105,6 @@ def test_profiles_by_torchs_names_of_devices():
     assert hardware.named_for("cpu") == "cpu"
 
 
-# ---- steps ----
-
 HARDWARE = hardware.parse("x", PLAIN)
 SIZES = Sizes((TensorSpec("root", "roots"),), packed=True)
 POLAR = Work("roots", 2, lambda shorter: 3)
@@ -139,8 +135,6 @@ def test_products_of_a_stack_by_hand():
     diagonal = layer._replace(task=layer.task._replace(diagonal_a=True))
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
 
-
-# ---- strategies and simulated ranks ----
 
 LAYERS = [LayerFacts(Task(f"{i}", 200 + 10 * i, 300), Placement(0, 0)) for i in range(6)]
 CASE = Case(
@@ -209,9 +203,6 @@ def test_a_trace_has_a_line_for_each_rank_without_overlaps():
         for (start, length), (later, _) in itertools.pairwise(own):
             assert start + length <= later * (1 + 1e-9)
         assert sum(own[-1]) == pytest.approx(1e6 * sum(found.steps), rel=1e-6)
-
-
-# ---- pictures ----
 
 
 def spy(monkeypatch, name, note):
