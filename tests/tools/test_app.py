@@ -102,7 +102,7 @@ def plan_of(factory, *arguments):
         (plan_of(f"{HERE}:nothing"), "returned str; it must return a module"),
         (plan_of(NET, "--arg", "depth=3"), "keyword argument 'depth'; give its arguments"),
         (plan_of(NET, "--arg", "a b=1"), "Invalid argument: 'a b=1'; it must be name=value"),
-        (plan_of(NET, "--device", "abacus"), "Invalid device: 'abacus'"),
+        (plan_of(NET, "--device", "abacus"), "device: 'abacus'; choose from 'a100', 'cpu', 'h100'"),
         (plan_of(NET, "--memory", "lots"), "Invalid memory_budget: 'lots'"),
         (plan_of(NET, "--optimizer", "Magic"), "no optimizer 'Magic'; choose from KFACAdam"),
         (plan_of(NET, "--option", "grad_worker_fraction=0.3", "--ranks", 5), "does not divide 5"),
