@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 class RankError(Exception):
     """Some ranks have failed; ``errors`` has type and text by rank, the earliest first.
 
-    Ranks that were still busy half a second later are not in it.
+    Ranks that were still busy two seconds later are not in it.
     """
 
     def __init__(self, message: str, errors: dict[int, str]) -> None:
@@ -114,17 +114,6 @@ def start_quickly() -> None:
 _TRACE = "COVERAGE_PROCESS_CONFIG"  # makes coverage start in processes that find it
 
 
-@contextlib.contextmanager
-def _untraced() -> Iterator[str | None]:
-    """Hides from processes that start here that coverage is measured, and how; gives that."""
-    setting = os.environ.pop(_TRACE, None)
-    try:
-        yield setting
-    finally:
-        if setting is not None:
-            os.environ[_TRACE] = setting
-
-
 class _Pool:
     def __init__(self, world: int) -> None:
         self.ended = False
@@ -132,14 +121,14 @@ class _Pool:
         self.directory = tempfile.mkdtemp(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        trace = os.environ.pop(_TRACE, None)
         try:
             for rank in range(world):
                 here, there = _CONTEXT.Pipe()
-                with _untraced() as setting:
-                    # One rank is enough: all run nearly the same lines, and tracing is slow.
-                    args = rank, world, self.directory, there, setting if rank == 0 else None
-                    process = _CONTEXT.Process(target=_serve, args=args, name=f"rank {rank}")
-                    process.start()
+                # One rank is enough: all run nearly the same lines, and tracing is slow.
+                args = rank, world, self.directory, there, trace if rank == 0 else None
+                process = _CONTEXT.Process(target=_serve, args=args, name=f"rank {rank}")
+                process.start()
                 there.close()  # so that the end of the process is the end of the pipe
                 self.pipes.append(here)
                 self.processes.append(process)
@@ -147,6 +136,9 @@ class _Pool:
         except BaseException:
             self.kill()
             raise
+        finally:
+            if trace is not None:
+                os.environ[_TRACE] = trace
 
     def run(
         self, job: bytes, function: Callable[..., Any], timeout: float, expect_errors: bool
@@ -204,9 +196,7 @@ class _Pool:
         except (EOFError, OSError):
             self.processes[rank].join(LEAVE)
             return _Reply(error=f"died (exit code {self.processes[rank].exitcode})")
-        reply = _unpacked(answer)
-        assert isinstance(reply, _Reply)
-        return reply
+        return _unpacked(answer)
 
     def _stacks(self, ranks: list[int]) -> list[str]:
         for rank in ranks:
