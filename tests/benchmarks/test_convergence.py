@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -73,37 +72,26 @@ def test_no_whole_run_ends_above_a_run_of_half_its_steps(task):
         assert row["loss"] <= min(shorter, default=math.inf), row["optimizer"]
 
 
-def searched(folder, rates, loss_of, steps: int = 100) -> tuple[Any, search.Store]:
-    """Search among rates in this order, whose losses a function of rate, seed and steps tells."""
+@pytest.mark.parametrize("bold", [3.0, math.inf])
+def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, monkeypatch, bold):
+    """Of eight rates the first three look best on the first seed, and are bad on the second."""
+    drawn = [i / 100 for i in range(1, 9)]
 
     def trained(task, data, one, config, seed, steps, device):
-        return search.Run(config, seed, steps, loss_of(config["lr"], seed, steps), 0.0, [])
+        lr, (first, second) = config["lr"], search.JUDGES
+        loss = bold if lr < 0.035 and seed == second else lr if seed == first else 0.5
+        return search.Run(config, seed, steps, loss, 0.0, [])
 
-    drawn = iter(rates)
-    one = dataclasses.replace(plain(), space={"lr": lambda place: next(drawn)})
-    store = search.Store(folder / "runs.json")
-    with mock.patch.object(search, "train", side_effect=trained):
-        best = search.search(line(steps), DATA, one, store, trials=len(rates))
-    return best["lr"], store
-
-
-@pytest.mark.parametrize("bold", [3.0, math.inf])
-def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
-    """Of eight rates the first three look best on the first seed, and are bad on the second."""
-    rates = [i / 100 for i in range(1, 9)]
-
-    def loss_of(lr, seed, steps):
-        if lr < 0.035 and seed == search.JUDGES[1]:
-            return bold
-        return lr if seed == search.JUDGES[0] else 0.5
-
-    best, store = searched(tmp_path, rates, loss_of)
+    monkeypatch.setattr(search, "train", trained)
+    places, store = iter(drawn), search.Store(tmp_path / "runs.json")
+    one = dataclasses.replace(plain(), space={"lr": lambda place: next(places)})
+    best = search.search(line(100), DATA, one, store, trials=len(drawn))
     # Diverged ones make room for the next; others are but the worse of those that are left.
-    assert best == (0.04 if bold == math.inf else 0.01)
+    assert best == {"lr": 0.04 if bold == math.inf else 0.01}
     judged = [run for run in store.done.values() if run["seed"] == search.JUDGES[1]]
     assert {run["steps"] for run in judged} == {50, 100}
     if bold == math.inf:
-        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
+        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == drawn[:6]
 
 
 def half_written(path, text):
@@ -302,18 +290,16 @@ SMALL = {
 }
 
 
-class Watched(nn.Module):
-    """Keeps what it is trained on; draws some of torch's own random numbers in each pass."""
+def watched(network, seen, draws):
+    """Keep what a network is trained on; draw some of torch's own random numbers in each pass."""
 
-    def __init__(self, inner, seen, draws):
-        super().__init__()
-        self.inner, self.seen, self.draws = inner, seen, draws
+    def note(module, inputs):
+        if module.training:
+            seen.append(inputs[0].clone())
+            torch.rand(draws)
 
-    def forward(self, x):
-        if self.training:
-            self.seen.append(x.clone())
-            torch.rand(self.draws)
-        return self.inner(x)
+    network.register_forward_pre_hook(note)
+    return network
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -324,14 +310,11 @@ def test_all_contestants_see_the_same_batches(name):
     seen = []
     for draws, one in enumerate(("LAMB", "KFACSGD", "KFACLAMB")):
         kept = []
-        watched = dataclasses.replace(
-            task,
-            network=lambda kept=kept, draws=draws: Watched(network(), kept, draws),
-            measured=lambda part: iter([(x[:1], y[:1])]),
-            every=99,
-        )
+        how = {"measured": lambda part: iter([(x[:1], y[:1])]), "every": 99}
+        how["network"] = lambda kept=kept, draws=draws: watched(network(), kept, draws)
         settings = CONTESTANTS[one].draw("0", 1)[0]
-        search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
+        whole = dataclasses.replace(task, **how)
+        search.train(whole, data, CONTESTANTS[one], settings, seed=3, steps=3)
         seen.append(torch.stack(kept))
     assert len(seen[0]) == 3
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
@@ -358,27 +341,23 @@ def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
     assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
 
 
-ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
 LOSSES = {"AdamW": {0.01: 1.0, 0.1: math.inf}, "KFACAdam": {0.01: 1.1, 0.1: 0.5}}
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """Orders that came, answered without training."""
-    seen: list[rates.Order] = []
+def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(
+    tmp_path, monkeypatch, capsys
+):
+    """Orders are answered without training."""
+    runs, task = [], TASKS["digits-256"]
 
     def made(orders, options):
         for one in orders:
-            seen.append(one)
+            runs.append(one)
             yield one, LOSSES[one.optimizer][one.lr], 1.0
 
     monkeypatch.setattr(rates, "made", made)
-    return seen
-
-
-def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
-    asked, task = [*ASKED, "--out", str(tmp_path)], TASKS["digits-256"]
-    rates.main(asked)
+    asked = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--out", str(tmp_path)]
+    rates.main([*asked, "--seeds", "3", "4"])
     assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
     assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
     rates.main([*asked, "--seeds", "3", "4", "5"])

@@ -55,13 +55,6 @@ def test_bert_large_is_the_published_one():
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
 
 
-def linear(passes: int = 1) -> Task:
-    return Task(
-        "a line", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))), {},
-        passes=passes,
-    )  # fmt: skip
-
-
 def process(trainer: Trainer) -> int:
     return os.getpid()
 
@@ -91,7 +84,12 @@ def test_a_contestant_trains_in_a_process_of_its_own():
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     """In 100 steps each layer gathers ten times, and is refreshed in one turn of them."""
-    trainer = Trainer(linear(), "cpu", OURS[name], DEFAULT)
+
+    def batch():
+        return torch.randn(4, 3), torch.randint(2, (4,))
+
+    task = Task("a line", lambda: nn.Linear(3, 2), batch, {})
+    trainer = Trainer(task, "cpu", OURS[name], DEFAULT)
     trainer.run(3)  # as the trial on a GPU does before its turns
     kfac = trainer.optimizers[0].preconditioner
     gathered, refreshed = [], []

@@ -43,15 +43,6 @@ def take_step(opt: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor
     return difference(before, module)
 
 
-def weight_derivatives(output: Tensor, weight: Tensor, place: tuple[Any, ...]) -> Tensor:
-    """``∂o/∂weight[place]`` for every entry o of ``output``: ``[*output.shape, width]``."""
-    rows = [
-        torch.autograd.grad(entry, weight, retain_graph=True)[0][place].reshape(-1)
-        for entry in output.reshape(-1)
-    ]
-    return torch.stack(rows).reshape(*output.shape, -1)
-
-
 def groups_of(module: nn.Module) -> int:
     return module.groups if isinstance(module, (*CONVS, *TRANSPOSED)) else 1
 
@@ -94,9 +85,10 @@ def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
             channel, place = part.start, (part.start,)
         elif isinstance(module, nn.Embedding):
             place = (slice(None), 0)
-        derivatives = weight_derivatives(channels[..., channel], weight, place)
-        derivatives = derivatives if batched else derivatives[None]
-        rows.append(derivatives.reshape(len(derivatives), -1, derivatives.shape[-1]))
+        entries = channels[..., channel]
+        whole = [torch.autograd.grad(x, weight, retain_graph=True)[0] for x in entries.flatten()]
+        parts = torch.stack([derivative[place].flatten() for derivative in whole])
+        rows.append(parts.reshape(len(entries) if batched else 1, -1, parts.shape[1]))
     stacked = torch.stack(rows)
     if trained(getattr(module, "bias", None)):
         stacked = torch.cat([stacked, torch.ones_like(stacked[..., :1])], dim=-1)

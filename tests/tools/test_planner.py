@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
 from kaisa_optim.tools import Plan, plan
-from tests.support.cluster import average, batch, network
+from tests.support.cluster import average, batch, network, rank
 from tests.support.ranks import RankError, run
 from tests.support.training import early
 from tests.support.watch import Body
@@ -315,31 +315,26 @@ def test_all_ranks_take_the_fastest_that_fits(world):
             assert weights == found[0][3]
 
 
-def refused(budget: int) -> None:
-    build(network("tokens", dtype=torch.float32), budget)
+def build_on_ranks(*options: dict[str, Any]) -> None:
+    KFACAdam(network("tokens", dtype=torch.float32), **options[rank()])
+
+
+def errors_of(*options: dict[str, Any]) -> dict[int, str]:
+    with pytest.raises(RankError) as caught:
+        run(2, build_on_ranks, *options)
+    return caught.value.errors
 
 
 def test_nothing_fits_and_all_ranks_hear_what_the_smallest_needs():
-    least = choice(1, 2).nearest
-    with pytest.raises(RankError) as caught:
-        run(2, refused, least.needs - 1)
-    assert set(caught.value.errors) == {0, 1}
-    for error in caught.value.errors.values():
+    short = AUTO | {"memory_budget": choice(1, 2).nearest.needs - 1}
+    errors = errors_of(short, short)
+    assert set(errors) == {0, 1}
+    for error in errors.values():
         assert re.search("no strategy fits into .*needs .* on its fullest rank, 1 byte more", error)
 
 
-def differing() -> None:
-    net = network("chain", dtype=torch.float32)
-    if torch.distributed.get_rank():
-        KFACAdam(net, grad_worker_fraction=0.5)
-    else:
-        build(net, "1GB")
-
-
 def test_a_rank_with_another_fraction_is_named():
-    with pytest.raises(RankError) as caught:
-        run(2, differing)
-    for error in caught.value.errors.values():
+    for error in errors_of(AUTO | {"memory_budget": "1GB"}, HALF).values():
         assert "0.5 on rank 1, 'auto' on rank 0" in error
 
 
