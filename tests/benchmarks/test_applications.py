@@ -67,16 +67,17 @@ def test_smoke(name, optimizer, tmp_path):
 
 SETTINGS = (*SHORT, "--optimizer", "KFACSGD", "--steps", "6")
 INTERVALS = ("--every", "3", "--factor_update_steps", "2", "--inv_update_steps", "4")
+HOW = (*INTERVALS, "--accumulate", "2", "--assignment", "layer-wise")
 
 
-def in_two_calls(folder, more):
+def in_two_calls(folder):
     """The curve and the weights of one call, and of two with a stop between evaluations."""
     ends = []
     for name, stops in (("whole", (6,)), ("parts", (4, 6))):
         out = folder / name
         for stop in stops:
             ranks = common.Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
-            given = [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)]
+            given = [*SETTINGS, *HOW, "--out", str(out), "--stop", str(stop)]
             settings = unet.DEFAULTS, unet.PRESETS, unet.SMOKE
             options = arguments.parse(None, given, *settings, unet.arguments)
             trained = common.Run(unet.job(options, ranks), options, ranks)
@@ -94,8 +95,7 @@ def in_two_calls(folder, more):
 
 
 def test_two_ranks_go_on_exactly(tmp_path):
-    more = ("--accumulate", "2", "--assignment", "layer-wise")
-    assert run(2, in_two_calls, tmp_path, more) == [True, True]
+    assert run(2, in_two_calls, tmp_path) == [True, True]
 
 
 DIES = """
@@ -116,9 +116,8 @@ unet.main(sys.argv[1:])
 
 
 def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
-    script = tmp_path / "dies.py"
+    script, out = tmp_path / "dies.py", tmp_path / "out"
     script.write_text(DIES)
-    out = tmp_path / "out"
     launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     given = [*SETTINGS, "--every", "2", "--save-every", "2", "--out", str(out)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts", "1"]
@@ -140,9 +139,9 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
         unet.main([*given, "--batch", "4"])
 
 
-def parsed(*given, presets=None):
+def parsed(*given):
     defaults = {"all": {"lr": 1.0}, "KFAC": {"damping": 0.5}, "KFACSGD": {"momentum": 0.3}}
-    presets = presets or {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
+    presets = {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
     return arguments.parse(None, given, defaults, presets, {"all": {"steps": 2}})
 
 
