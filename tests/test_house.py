@@ -64,6 +64,8 @@ BLANK = {
 COMPREHENSIONS = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 LEAST_COMMENTS = 0.15  # lines with a comment, for each line of code
 MOST_USERS = 4  # a class that as many other modules import stands in the glossary
+MOST_INNER = 15  # files of tests that import from the package what is not public
+PUBLIC = {"kaisa_optim.tools.Plan", "kaisa_optim.tools.plan"}  # beside the top level
 
 
 def definitions(path: Path) -> Iterator[tuple[str, ast.ClassDef | ast.FunctionDef]]:
@@ -242,3 +244,24 @@ def test_the_contract_names_tests_that_exist():
         assert entry, promise
         text = (ROOT / "tests" / entry[1]).read_text()
         assert re.search(rf"^def {entry[2]}\(", text, flags=re.M), promise
+
+
+def inner_names(path: Path) -> set[str]:
+    """Return the names that a test takes from modules inside of the package."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(ast.unparse(node))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {module + alias.name for alias in node.names}
+    modules = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in FILES}
+    modules -= {"__init__", "errors", "linalg", "plan"}
+    parts = {name: [*name.split("."), ""] for name in names - PUBLIC}
+    return {x for x, part in parts.items() if part[0] == "kaisa_optim" and part[1] in modules}
+
+
+def test_few_tests_look_inside_of_the_package():
+    """Solvers and plans are functions of plain values; all else is seen from outside."""
+    inside = [str(path) for path in (ROOT / "tests").rglob("*.py") if inner_names(path)]
+    assert len(inside) <= MOST_INNER, sorted(inside)
