@@ -7,6 +7,7 @@ the tracked files, and runs its tests there. A fault is caught if one of them fa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,18 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple, NoReturn
-
-import pytest
-import torch.distributed.fsdp  # noqa: F401 (once, and not for each fault)
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 LIMIT = 300.0  # seconds for the tests of one fault; ranks that wait for each other take no longer
 HANG, MISSED = "time limit", "missed"
-SAID = "pytest.txt"  # in the copy
 
 
 class Fault(NamedTuple):
@@ -274,45 +269,27 @@ FAULTS = (
 # fmt: on
 
 
-class WithoutShrinking:
-    """Lets hypothesis show the first case that fails: to look for the smallest takes minutes."""
-
-    def pytest_sessionstart(self) -> None:
-        from hypothesis import Phase, settings  # pytest warns of plugins that came before it
-
-        settings.register_profile("faults", phases=[Phase.explicit, Phase.generate])
-        settings.load_profile("faults")
-
-
-def become_pytest(tree: Path, arguments: list[str]) -> NoReturn:
-    """Run pytest in this process, a fork, which need not import torch again."""
-    os.setsid()  # a session of its own: ranks that tests have started end with it
-    os.chdir(tree)
-    for stream in (1, 2):
-        os.dup2(os.open(SAID, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.environ["PYTHONPATH"] = str(tree)
-    sys.path[:] = [str(tree), *[x for x in sys.path if Path(x).resolve() != ROOT]]
-    del sys.modules["tests"]  # of the tree that is not to be tested
-    sys.modules["__main__"] = ModuleType("__main__")  # ranks would import this file, too
-    options = ["-q", "-p", "no:cacheprovider", "-rfE"]
-    sys.exit(pytest.main([*options, *arguments], [WithoutShrinking()]))
-
-
-def run_tests(tree: Path, arguments: list[str]) -> tuple[int | None, list[str]]:
+def run_tests(tree: Path, arguments: list[str]) -> tuple[int, list[str]]:
     """Run pytest in a tree; return its exit status, and the ids of the tests that failed."""
-    (tree / SAID).unlink(missing_ok=True)
-    child = get_context("fork").Process(target=become_pytest, args=(tree, arguments))
-    child.start()
-    try:
-        child.join(LIMIT)
-    finally:
-        hangs = child.is_alive()
-        if hangs and child.pid is not None:
-            os.killpg(child.pid, signal.SIGKILL)
-    if hangs:
-        return 1, [HANG]
-    said = (tree / SAID).read_text()
-    return child.exitcode, re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", said, re.M)
+    options = ["-q", "-p", "no:cacheprovider", "-rfE", "--hypothesis-profile=faults"]
+    with (tree / "pytest.txt").open("w+") as said:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, *arguments],
+            cwd=tree,
+            env={**os.environ, "PYTHONPATH": str(tree)},
+            stdout=said,
+            stderr=said,
+            start_new_session=True,  # ranks that tests have started end with it
+        )
+        try:
+            status = child.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            return 1, [HANG]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+        said.seek(0)
+        return status, re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", said.read(), re.M)
 
 
 def outcome(tree: Path, fault: Fault) -> str:
