@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import threading
-import weakref
 from collections import UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,8 @@ from torch.utils.checkpoint import (
 )
 
 from kaisa_optim import KFACSGD
-from tests.support.training import descend
+from tests.support.training import ANEW, descend, factors
+from tests.support.training import assert_same as assert_bits
 from tests.support.watch import (
     Body,
     Watch,
@@ -93,12 +93,12 @@ def assert_same(one: Any, other: Any, rtol: float = 1e-12) -> None:
         assert_close(p, q, rtol)
 
 
-def assert_step(opt: Any, net: nn.Module, factors: tuple[Tensor, Tensor]) -> None:
+def assert_step(opt: Any, net: nn.Module, of_layer: tuple[Tensor, Tensor]) -> None:
     """Take a step, which is the gradient of layer 0 preconditioned with these factors."""
     gradient = matrix_of(net[0], net[0].weight.grad, net[0].bias.grad)
     steps = taken(opt, net)
     step = matrix_of(net[0], steps["0.weight"], steps["0.bias"])
-    assert_close(step, solved(*factors, gradient), 1e-8)
+    assert_close(step, solved(*of_layer, gradient), 1e-8)
 
 
 def clean_run(x: Tensor, make: Callable[[], nn.Module] = mlp, **options):
@@ -162,8 +162,6 @@ def by_functional_call(model: nn.Module) -> None:
 
 IMAGES = normal(3, 2, 3, 3), normal(4, 2, 3, 3, seed=1)
 EMPTY = normal(0, 2, 3, 3)
-
-
 # What is built, how it trains, and K.
 TWINS: dict[str, tuple[Callable[[], nn.Module], Train, float]] = {
     "used unequally often": (looped, loops(3, 1), 5.0),
@@ -186,9 +184,6 @@ def test_factors_and_steps_are_those_of_a_plain_twin(scenario):
     names = [name for name, module in net.named_modules() if hasattr(module, "weight")]
     opt = check_step(net, train, names, terms)
     assert list(opt.preconditioner.layers) == names and not opt.preconditioner.uncovered
-
-
-# ---------------------------------------------------------------- parts of passes
 
 
 def paused_pass(net: nn.Module, opt: Any) -> None:
@@ -261,16 +256,12 @@ def test_what_counts_are_the_parts_of_passes_that_train(scenario):
 
 
 def test_paused_for_a_whole_step_keeps_the_averages():
-    net, opt = built(mlp(), factor_update_steps=1, inv_update_steps=1)
-    fit(X)(net)
-    opt.step()
-    before = {name: tuple(t.clone() for t in opt.preconditioner.factors(name)) for name in "02"}
-    opt.zero_grad()
+    net, opt = clean_run(X, **ANEW)
+    before = factors(opt)
     with opt.preconditioner.paused():
         fit(3 * X)(net)
     assert_step(opt, net, before["0"])  # still preconditioned
-    for name, factors in before.items():
-        assert_factors(opt, name, factors, 1e-15)
+    assert_bits(factors(opt), before)
     assert opt.preconditioner.steps == 2
 
 
@@ -354,17 +345,22 @@ def test_work_beside_training_leaves_no_trace(work):
     assert_same((net, opt), clean_run(X))
 
 
-@pytest.mark.parametrize("kind", ["eval pass", "training pass", "detached output"])
-def test_forward_without_a_backward_keeps_nothing(kind):
-    net, opt = built(mlp())
-    tensors: list[weakref.ref] = []
+def storages_of(*modules: nn.Module) -> list[StorageWeakRef]:
+    """Note the storages of the outputs of all calls to come."""
     storages: list[StorageWeakRef] = []
 
     def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        tensors.append(weakref.ref(output))
         storages.append(StorageWeakRef(output.untyped_storage()))
 
-    net[1].register_forward_hook(note)
+    for module in modules:
+        module.register_forward_hook(note)
+    return storages
+
+
+@pytest.mark.parametrize("kind", ["eval pass", "training pass", "detached output"])
+def test_forward_without_a_backward_keeps_nothing(kind):
+    net, opt = built(mlp())
+    hidden = storages_of(net[1])
     net.train(kind != "eval pass")
     out = net(normal(5, 4, seed=1))
     assert out.requires_grad
@@ -373,16 +369,13 @@ def test_forward_without_a_backward_keeps_nothing(kind):
     else:
         del out
     gc.collect()
-    assert tensors[0]() is None and storages[0].expired() and pending(opt) == 0
+    assert hidden[0].expired() and pending(opt) == 0
     net.train()
     fit(X)(net)
     net(normal(4, 4, seed=2))
     opt.step()
-    assert all(ref() is None for ref in tensors)
+    assert all(storage.expired() for storage in hidden)
     assert_same((net, opt), clean_run(X))
-
-
-# ---------------------------------------------------------------- freezing
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
@@ -436,9 +429,6 @@ def test_parameters_outside_of_the_groups_are_left_alone():
     assert torch.equal(net[0].bias, before)
 
 
-# ---------------------------------------------------------------- autocast and empty batches
-
-
 def test_autocast_takes_features_that_inference_mode_has_made():
     model = seeded(lambda: nn.Linear(4, 3)).float()
     opt = KFACSGD(model, lr=0.1)
@@ -483,7 +473,7 @@ def test_autocast_factors_are_float32_and_accurate(dtype, kind, around_backward)
 @pytest.mark.parametrize("method", ["eigen", "inverse"])
 def test_an_empty_first_batch(make, shape, method):
     x, net = normal(6, *shape), make()
-    opt = exact(net, compute_method=method, factor_update_steps=1, inv_update_steps=1)
+    opt = exact(net, compute_method=method, **ANEW)
     weights = [p.detach().clone() for p in net.parameters()]
     fit(normal(0, *shape))(net)
     opt.step()
@@ -493,8 +483,8 @@ def test_an_empty_first_batch(make, shape, method):
     wanted = {name: expected(net, fit(x), name, 6.0) for name in opt.preconditioner.layers}
     fit(x)(net)
     opt.step()
-    for name, factors in wanted.items():
-        assert_factors(opt, name, factors)
+    for name, factor in wanted.items():
+        assert_factors(opt, name, factor)
 
 
 # ---------------------------------------------------------------- activation checkpointing
@@ -594,13 +584,6 @@ def test_checkpointing_gives_the_same_factors(kind, what):
     assert_same(run(kind), run(None))
 
 
-def in_another_thread(backward: Callable[[], None]) -> None:
-    """As one of autograd's own runs it for a GPU."""
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-
-
 @both_checkpoints
 @pytest.mark.parametrize("in_a_thread", [False, True])
 @pytest.mark.parametrize("all_of_it", [False, True])
@@ -616,8 +599,8 @@ def test_checkpointing_of_layers_that_are_called_without_the_model(
             opt.zero_grad()
             x = normal(size, 4, seed=i).requires_grad_()
             loss = loss_of(under(kind if all_of_it and i else None, net.forward, x))
-            if in_a_thread:
-                in_another_thread(loss.backward)
+            if in_a_thread:  # as one of autograd's own runs it for a GPU
+                ThreadPoolExecutor(1).submit(loss.backward).result()
             else:
                 loss.backward()
             opt.step()
@@ -634,17 +617,10 @@ def test_checkpointing_still_saves_memory(reentrant, when):
         net, opt = built(seeded(partial(deep, kind)))
         if when == "not due":
             descend(opt, loss_of(net(normal(5, 4))))
-        hidden: list[StorageWeakRef] = []
-
-        def note(module: nn.Module, args: Any, output: Tensor, hidden: Any = hidden) -> None:
-            hidden.append(StorageWeakRef(output.untyped_storage()))
-
-        for part in net.blocks:
-            part[0].register_forward_hook(note)
-            part[1].register_forward_hook(note)
+        hidden = storages_of(*net.blocks[0][:2], *net.blocks[1][:2])
         with opt.preconditioner.paused() if when == "paused" else contextlib.nullcontext():
             out = net(normal(5, 4))
-        alive[kind] = sum(not ref.expired() for ref in hidden)
+        alive[kind] = sum(not storage.expired() for storage in hidden)
         loss_of(out).backward()
     assert alive[reentrant] == 0
     assert alive[None] > 0  # the measure sees what is not saved
@@ -867,7 +843,7 @@ def freezes_a_bias(net: nn.Module, opt: Any, x: Tensor) -> None:
 
 def calls_while_paused(net: nn.Module, opt: Any, x: Tensor) -> None:
     with opt.preconditioner.paused():
-        net.first(normal(100, 4))
+        net.last(normal(100, 4))
     fit(x)(net.forward)
 
 
@@ -928,8 +904,8 @@ def test_terms_are_those_of_all_passes_whosever_slot_it_is():
         train(net)
         opt.step()
         assert set(opt.preconditioner.work.average) == set(names)
-        for name, factors in wanted.items():
-            assert_factors(opt, name, factors)
+        for name, factor in wanted.items():
+            assert_factors(opt, name, factor)
 
 
 # ---------------------------------------------------------------- scales, wrappers and errors

@@ -142,9 +142,6 @@ def test_layers_of_all_kinds_equal_a_loss_with_the_drawn_gradient(name, sharing)
     assert_alike(kept(opt), kept(fed), 1e-10)
 
 
-# ---------------------------------------------------------------- draws
-
-
 def test_draws_follow_from_step_and_call_and_from_nothing_else():
     start = linear()
 
@@ -254,7 +251,7 @@ def factors_after(train: Any, make: Callable[[], nn.Module] = two_layers, **opti
 
 
 def whole(model: nn.Module, opt: Any, draws: bool = True, scale: float = 1.0) -> None:
-    outputs = model(ROWS)
+    outputs = model(ROWS.clone().requires_grad_())  # a reentrant checkpoint needs one
     if draws:
         opt.preconditioner.sample_fisher(outputs, "mse")
     (outputs.square().mean() * scale).backward()
@@ -343,9 +340,6 @@ def test_calls_for_two_heads_of_one_pass_add_up():
         expected += row.mT @ row / output.numel()
     descend(opt, sum(output.sum() for output in outputs))
     assert_close(opt.preconditioner.factors("body")[1][0], expected)
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def test_passes_without_draws_among_others_are_named():

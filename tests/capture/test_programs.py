@@ -353,9 +353,8 @@ def joined(program: Program, part: Part, name: str, depth: int) -> Move:
 
     def move(h: Tensor) -> Tensor:
         p, q = getattr(one, a), getattr(other, b)
-        if how == "cat":
-            return F.linear(h, torch.cat([p[:1], q[1:]]))
         made = {
+            "cat": lambda: torch.cat([p[:1], q[1:]]),
             "a @ b": lambda: p @ q,
             "a + a @ b": lambda: p + p @ q,
             "linear(a, b)": lambda: F.linear(p, q),
@@ -373,14 +372,12 @@ def penalty(program: Program, part: Part, name: str, depth: int) -> Move:
     how = program.random.choice(["square", "gram", "mean", "bias"])
 
     def term() -> Tensor:
-        p = getattr(home, own)
+        p, bias = getattr(home, own), getattr(home, "bias", None)
         return {
             "square": lambda: p.square().sum(),
             "gram": lambda: (p @ p.T).square().sum(),
             "mean": lambda: F.linear(p, p).mean(),
-            "bias": lambda: (
-                p.sum() if getattr(home, "bias", None) is None else home.bias.square()
-            ).sum(),
+            "bias": lambda: (p if bias is None else bias.square()).sum(),
         }[how]()
 
     program.penalties.append(term)
