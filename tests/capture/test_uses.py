@@ -241,7 +241,7 @@ def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
         if step == 1:
             opt.add_param_group({"params": [net.last.bias]})
         descend(opt, loss)
-    assert opt.preconditioner.factors("last")[0].shape == (1, 5, 5)
+    assert opt.preconditioner.layers["last"].size_of("a") == (5, False)
 
 
 def test_a_layers_own_module_may_call_another_with_its_weight():
