@@ -130,14 +130,6 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 # ---- passes through the model ----
 
 
-def twice() -> nn.Module:
-    def use(m: nn.Module, x: Tensor) -> Tensor:
-        first, middle, last = m.model[0], m.model[2], m.model[4]
-        return last(torch.tanh(middle(torch.tanh(middle(torch.tanh(first(x)))))))
-
-    return Body(use, model=net())
-
-
 def crossed() -> nn.Module:
     """Return a model of which every other rank runs the branches the other way round."""
 
@@ -160,13 +152,6 @@ def checkpointed(reentrant: bool) -> nn.Module:
     return Body(use, model=net())
 
 
-def looks_first(model: nn.Module, opt: Any, i: int) -> None:
-    """A forward pass in training mode under ``no_grad`` comes before the real one."""
-    with torch.no_grad():
-        model(whole(50 + i)[0])
-    learn(model, opt, i)
-
-
 def evaluates(wrapped: nn.Module, opt: Any, i: int) -> None:
     """One rank evaluates, as most do, between steps and between a backward pass and its step."""
     model: Any = getattr(wrapped, "module", wrapped)
@@ -187,32 +172,6 @@ def pauses(model: nn.Module, opt: Any, i: int) -> None:
     """Some steps have no statistics."""
     with opt.preconditioner.paused() if i in (0, 3) else nullcontext():
         learn(model, opt, i)
-
-
-def skips(model: nn.Module, opt: Any, i: int) -> None:
-    """A backward pass has no step."""
-    if i == 2:
-        F.mse_loss(model(whole(60)[0]), whole(60)[1]).backward()
-        opt.zero_grad()
-    learn(model, opt, i)
-
-
-def scales(options: dict[str, Any]) -> list[Tensor]:
-    """In step 2 one rank's batch has an infinity, and no rank steps."""
-    model = ddp(net())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    opt = optimizer(model, grad_scaler=scaler, **options)
-    for i in range(STEPS):
-        x, y = share(*whole(i))
-        if i == 2 and rank() == world() - 1:
-            y[0, 0] = torch.inf
-        opt.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert scaler.get_scale() == 2.0**11
-    assert opt.preconditioner.steps == STEPS - 1
-    return weights(model)
 
 
 def asks_for_its_state(model: nn.Module, opt: Any, i: int) -> None:
@@ -294,19 +253,6 @@ def unseen(options: dict[str, Any]) -> list[Tensor]:
         return trains(options | INVERSES)
 
 
-def autocast(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net(torch.float32))
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        x, y = share(*whole(i, torch.float32))
-        opt.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.mse_loss(model(x).float(), y)
-        loss.backward()
-        opt.step()
-    return weights(model)
-
-
 def stored(method: str, dtype: torch.dtype) -> dict[str, Any]:
     make = functools.partial(net, torch.float32)
     return {"compute_method": method, "inv_dtype": dtype, "make": make, "near": (5e-2, 5e-2)}
@@ -314,22 +260,17 @@ def stored(method: str, dtype: torch.dtype) -> dict[str, Any]:
 
 SITUATIONS: dict[str, tuple[Situation, dict[str, Any]]] = {
     # Layers that are called otherwise than once in order
-    "twice": (trains, {"make": twice}),
     "crossed": (trains, {"make": crossed}),
     "checkpointed": (trains, {"make": functools.partial(checkpointed, False)}),
     "reentrant": (trains, {"make": functools.partial(checkpointed, True)}),
     # Passes and calls beside the steps
-    "looks first": (trains, {"step": looks_first}),
     "evaluates": (trains, {"step": evaluates}),
     "pauses": (trains, {"step": pauses}),
-    "skips": (trains, {"step": skips}),
     "asks": (trains, {"step": asks_for_its_state}),
-    "scales": (scales, {}),
     "without rows": (without_rows, {}),
     "schedules": (schedules, {"staggered": False}),
     "unseen": (unseen, {"compute_method": "inverse"}),
     # Half precision
-    "autocast": (autocast, {"near": (2e-2, 2e-2)}),
     "polar in bfloat16": (trains, stored("polar", torch.bfloat16)),
     "eigen in bfloat16": (trains, stored("eigen", torch.bfloat16)),
     "inverse in float16": (trains, stored("inverse", torch.float16)),
