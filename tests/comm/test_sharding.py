@@ -419,41 +419,53 @@ def test_tensor_parallel_layers_take_the_bases_step_and_are_named():
         assert_same(ours, plain)
 
 
-def taught(
-    plan: Plan, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any
-) -> tuple[dict[str, Tensor], list[str], str]:
-    """Train on this rank's part of the examples, or alone on all of them.
+class Taught(NamedTuple):
+    parameters: dict[str, Tensor]
+    coverage: Any
+    warnings: str
 
-    Return parameters, the names of those that are left to the base, and warnings.
-    """
+
+def rows(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(*shape, k, generator=generator).double() for k in (4, 3)]
+
+
+def text(generator: torch.Generator) -> list[Tensor]:
+    tokens = torch.randint(8, (8, 6), generator=generator)
+    return [tokens, tokens.roll(1, 1)]
+
+
+def taught(
+    plan: Plan, make: Callable[[], Any], examples: Callable[..., list[Tensor]], **options: Any
+) -> Taught:
+    """Train on this rank's part of the examples, or alone on all of them."""
     torch.manual_seed(0)
-    model, spread = make().double(), dist.is_initialized()
-    if spread:
-        fully_shard(model, mesh=mesh_of(plan.mesh))
+    model = make().double()
+    for part in [*getattr(model, "blocks", []), model] if dist.is_initialized() else []:
+        fully_shard(part, mesh=mesh_of(plan.mesh))
     with recorded_warnings() as texts:
         opt = optimizer(plan, model, staggered=False, **options)
         for i in range(STEPS):
-            generator = torch.Generator().manual_seed(i)
-            x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
-            if spread:
-                x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
-            descend(opt, F.mse_loss(model(x), y))
-    return full_values(model), list(opt.preconditioner.coverage().left), "\n".join(texts)
+            x, y = share(*examples(torch.Generator().manual_seed(i)))
+            out = model(x)
+            regresses = y.is_floating_point()
+            descend(opt, F.mse_loss(out, y) if regresses else F.cross_entropy(out.mT, y))
+    return Taught(full_values(model), opt.preconditioner.coverage(), "\n".join(texts))
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_sharded_attention_is_left_to_the_base(method, sharing):
     plan = Plan(options={"compute_method": method, "weight_sharing": sharing})
-    expected, *_ = taught(plan, attentive, (4, 3), skip_layers="attention")
-    results = run(2, taught, plan, attentive, (4, 3))
-    for parameters, *_ in results:
-        assert error(parameters, expected) < 1e-9
+    examples = functools.partial(rows, (4, 3))
+    alone = taught(plan, attentive, examples, skip_layers="attention")
+    results = run(2, taught, plan, attentive, examples)
+    for result in results:
+        assert error(result.parameters, alone.parameters) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
         said = f"attention.{name}: {size}, MultiheadAttention: its weights are sharded"
-        assert [said in text for *_, text in results] == [True, False]  # one says it
+        assert [said in result.warnings for result in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
-    assert any("attention.out_proj" in text for *_, text in results)
+    assert "attention.out_proj" in results[0].warnings
 
 
 def around(calls: bool) -> nn.Module:
@@ -465,11 +477,11 @@ def around(calls: bool) -> nn.Module:
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": method})
-    learner = plan, functools.partial(around, calls), (8,)
-    expected, *_ = taught(*learner)
-    for parameters, left, _ in run(2, taught, *learner):
-        assert left == []
-        assert error(parameters, expected) < 1e-9
+    lesson = plan, functools.partial(around, calls), functools.partial(rows, (8,))
+    alone = taught(*lesson)
+    for result in run(2, taught, *lesson):
+        assert result.coverage.left == {}
+        assert error(result.parameters, alone.parameters) < 1e-9
 
 
 def products(m: nn.Module, x: Tensor) -> Tensor:
@@ -502,35 +514,17 @@ class Text(nn.Module):
         return self.head(x) if self.registered else F.linear(x, self.words.weight)
 
 
-def reads_text(
-    plan: Plan, shards: bool, experts: bool, registered: bool
-) -> tuple[dict[str, Tensor], float]:
-    torch.manual_seed(0)
-    model = Text(experts=experts, registered=registered).double()
-    if shards:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh_of(plan.mesh))
-        fully_shard(model, mesh=mesh_of(plan.mesh))
-    opt = optimizer(plan, model, staggered=False)
-    runs = model if shards else nn.parallel.DistributedDataParallel(model)
-    for i in range(STEPS):
-        tokens = torch.randint(8, (8, 6), generator=torch.Generator().manual_seed(i))
-        part = tokens.chunk(2)[dist.get_rank()]
-        descend(opt, F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()))
-    report = opt.preconditioner.coverage()
-    assert report.elsewhere == {}
-    return full_values(model), report.share
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("registered", [True, False])
 def test_parameters_that_are_covered_by_use_are_so_in_shards(experts, registered, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": "polar"})
-    each = [run(2, reads_text, plan, shards, experts, registered) for shards in (False, True)]
-    for (expected, whole), (parameters, covered) in zip(*each, strict=True):
-        assert covered == whole == 1
-        assert error(parameters, expected) < 1e-9
+    make = functools.partial(Text, experts=experts, registered=registered)
+    alone = taught(plan, make, text)
+    for result in run(2, taught, plan, make, text):
+        assert result.coverage.share == alone.coverage.share == 1
+        assert result.coverage.elsewhere == alone.coverage.elsewhere == {}
+        assert error(result.parameters, alone.parameters) < 1e-9
 
 
 # ---- a gradient scaler ----

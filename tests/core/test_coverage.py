@@ -97,23 +97,7 @@ DECODER = {"0.multihead_attn.in_proj": (3, 5, 4), "0.multihead_attn.out_proj": (
 PROJECTIONS = {"0.q_proj": (1, 4, 4), "0.k_proj": (1, 3, 4), "0.v_proj": (1, 2, 4)}
 NORMS = "0.norm1.weight 0.norm1.bias 0.norm2.weight 0.norm2.bias"
 # Modules with the sides of their layers, and the names of parameters that scale or shift entries.
-KINDS = {
-    "linear": (lambda: nn.Linear(3, 2), {"0": (1, 4, 2)}, ""),
-    "linear without bias": (lambda: nn.Linear(3, 2, bias=False), {"0": (1, 3, 2)}, ""),
-    "conv1d": (lambda: nn.Conv1d(3, 2, 4), {"0": (1, 13, 2)}, ""),
-    "conv2d": (lambda: nn.Conv2d(3, 2, (4, 5)), {"0": (1, 61, 2)}, ""),
-    "conv3d": (lambda: nn.Conv3d(3, 2, 2), {"0": (1, 25, 2)}, ""),
-    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), {"0": (2, 19, 3)}, ""),
-    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, bias=False), {"0": (4, 9, 1)}, ""),
-    "transposed 1d": (lambda: nn.ConvTranspose1d(3, 2, 4), {"0": (1, 13, 2)}, ""),
-    "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), {"0": (2, 19, 3)}, ""),
-    "transposed 3d": (lambda: nn.ConvTranspose3d(1, 2, 2), {"0": (1, 9, 2)}, ""),
-    "embedding": (lambda: nn.Embedding(7, 3), {"0": (1, -7, 3)}, ""),
-    "attention": (
-        lambda: nn.MultiheadAttention(4, 2),
-        {"0.in_proj": (3, 5, 4), "0.out_proj": (1, 5, 4)},
-        "",
-    ),
+MODULES = {
     "attention of other widths": (
         lambda: nn.MultiheadAttention(4, 2, kdim=3, vdim=2, bias=False),
         PROJECTIONS | {"0.out_proj": (1, 4, 4)},
@@ -140,9 +124,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_covered(kind):
-    make, wanted, scaling = KINDS[kind]
+@pytest.mark.parametrize("kind", MODULES)
+def test_all_matrices_of_a_module_are_covered(kind):
+    make, wanted, scaling = MODULES[kind]
     opt = quiet(nn.Sequential(make()))
     assert sides(opt) == wanted
     assert opt.preconditioner.uncovered == dict.fromkeys(scaling.split(), SCALES)
@@ -301,9 +285,8 @@ def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("compiled", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_model_in_torchscript_is_refused_with_the_reason(compiled):
-    with pytest.raises(
-        ValueError, match=r"no layer that K-FAC covers .*TorchScript runs its calls"
-    ):
+    said = "no layer that K-FAC covers .*TorchScript runs its calls"
+    with pytest.raises(ValueError, match=said):
         KFACSGD(compiled(nn.Linear(4, 4).double()), lr=0.1)
 
 
@@ -596,20 +579,9 @@ def test_repr_tells_parts_of_a_module_and_what_is_frozen():
 def test_a_forward_pass_before_the_optimizer_was_built_is_told():
     model = seeded(lambda: nn.Linear(3, 2))
     loss = model(torch.ones(4, 3, dtype=torch.float64)).sum()
-    opt = quiet(model)
-    with pytest.raises(
-        RuntimeError, match="this very model once a step, after building the optimizer"
-    ):
-        descend(opt, loss)
-
-
-def test_a_step_of_the_preconditioner_alone_is_told_where_it_belongs():
-    opt = quiet(seeded(lambda: nn.Linear(3, 2)))
-    with pytest.raises(
-        TypeError,
-        match=r"optimizer\.step\(\) calls preconditioner\.step\(\) itself; leave out the call",
-    ):
-        opt.preconditioner.step()
+    said = "this very model once a step, after building the optimizer"
+    with pytest.raises(RuntimeError, match=said):
+        descend(quiet(model), loss)
 
 
 def test_a_parameter_is_covered_if_calls_of_all_its_layers_are_found():
@@ -628,9 +600,18 @@ def test_a_parameter_is_covered_if_calls_of_all_its_layers_are_found():
     assert kfac.coverage().share == 1
 
 
-def test_factors_of_an_unknown_layer_and_of_one_without_statistics():
-    opt = quiet(nn.Sequential(nn.Linear(3, 2)))
-    with pytest.raises(KeyError, match="no covered layer 'nine'; there are 0"):
-        opt.preconditioner.factors("nine")
-    with pytest.raises(KeyError, match="layer '0' has no statistics yet"):
-        opt.preconditioner.factors("0")
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda kfac: kfac.factors("nine"), KeyError, "no covered layer 'nine'; there are 0"),
+        (lambda kfac: kfac.factors("0"), KeyError, "layer '0' has no statistics yet"),
+        (
+            lambda kfac: kfac.step(),
+            TypeError,
+            r"optimizer\.step\(\) calls preconditioner\.step\(\) itself; leave out the call",
+        ),
+    ],
+)
+def test_calls_that_have_no_answer(call, error, said):
+    with pytest.raises(error, match=said):
+        call(quiet(nn.Sequential(nn.Linear(3, 2))).preconditioner)

@@ -272,12 +272,6 @@ def test_options_that_contradict_each_other_are_both_named(name, other, value, r
     Options(**(given | {name: OPTIONS[name].default}))
 
 
-def test_a_conflict_may_also_come_by_a_setting():
-    kfac = KFACSGD(network(), lr=0.1, normalization="kaisa", **EIGEN).preconditioner
-    with pytest.raises(ValueError, match=r"Invalid loss_terms: 4.0 with normalization='kaisa'"):
-        kfac.loss_terms = 4
-
-
 @pytest.mark.parametrize("name", OF_PAPERS)
 def test_directions_have_no_use_for_options_of_the_papers(name):
     assert OPTIONS[name].of_papers
@@ -379,11 +373,6 @@ def test_a_callable_is_checked_with_its_arguments_and_at_each_step(option):
     opt = KFACSGD(model, lr=0.1, **method, **{option: lambda step: good if step < 2 else bad})
     with pytest.raises(ValueError, match=f"Invalid {option}: {bad!r}"):
         train(model, opt, range(3))
-
-
-def test_a_loss_scale_may_be_a_callable_of_a_tensor():
-    model = network()
-    train(model, KFACSGD(model, lr=0.1, grad_scaler=lambda: torch.tensor(2.0), **EIGEN), [0])
 
 
 def test_callables_that_keep_their_arguments_to_themselves():

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.core.test_coverage import SCALES, loss_of
 from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
-
-SCALES = "scales or shifts entries: the base optimizer steps it"
 
 
 class Tied(nn.Module):
@@ -29,10 +28,6 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(self.words(x)).tanh()
         return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
-
-
-def loss_of(out: Tensor) -> Tensor:
-    return (out - 0.3).square().sum() / len(out)
 
 
 def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:
@@ -101,6 +96,7 @@ def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
         opt = exact(twice)
         loss_of(twice(x)).backward()
         steps.append(taken(opt, twice)["first.weight"])
+        assert opt.preconditioner.coverage().share == 1
     assert_close(*steps, 1e-9)
 
 
