@@ -435,18 +435,23 @@ def text(generator: torch.Generator) -> list[Tensor]:
 
 
 def taught(
-    plan: Plan, make: Callable[[], Any], examples: Callable[..., list[Tensor]], **options: Any
+    plan: Plan,
+    make: Callable[[], Any],
+    examples: Callable[..., list[Tensor]],
+    shards: bool = True,
+    **options: Any,
 ) -> Taught:
-    """Train on this rank's part of the examples, or alone on all of them."""
+    """Train on this rank's part of the examples, in shards or under DDP, or alone on all."""
     torch.manual_seed(0)
-    model = make().double()
-    for part in [*getattr(model, "blocks", []), model] if dist.is_initialized() else []:
+    model, spread = make().double(), dist.is_initialized()
+    for part in [*getattr(model, "blocks", []), model] if spread and shards else []:
         fully_shard(part, mesh=mesh_of(plan.mesh))
+    runs = model if shards else nn.parallel.DistributedDataParallel(model)
     with recorded_warnings() as texts:
         opt = optimizer(plan, model, staggered=False, **options)
         for i in range(STEPS):
             x, y = share(*examples(torch.Generator().manual_seed(i)))
-            out = model(x)
+            out = runs(x)
             regresses = y.is_floating_point()
             descend(opt, F.mse_loss(out, y) if regresses else F.cross_entropy(out.mT, y))
     return Taught(full_values(model), opt.preconditioner.coverage(), "\n".join(texts))
@@ -520,11 +525,12 @@ class Text(nn.Module):
 def test_parameters_that_are_covered_by_use_are_so_in_shards(experts, registered, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": "polar"})
     make = functools.partial(Text, experts=experts, registered=registered)
-    alone = taught(plan, make, text)
-    for result in run(2, taught, plan, make, text):
-        assert result.coverage.share == alone.coverage.share == 1
-        assert result.coverage.elsewhere == alone.coverage.elsewhere == {}
-        assert error(result.parameters, alone.parameters) < 1e-9
+    # Each rank looks the positions up once: one process would have other rows.
+    ranks = [run(2, taught, plan, make, text, shards) for shards in (False, True)]
+    for whole, result in zip(*ranks, strict=True):
+        assert result.coverage.share == whole.coverage.share == 1
+        assert result.coverage.elsewhere == whole.coverage.elsewhere == {}
+        assert error(result.parameters, whole.parameters) < 1e-9
 
 
 # ---- a gradient scaler ----
