@@ -272,14 +272,12 @@ def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
     left = opt.preconditioner.coverage().left | opt.preconditioner.coverage().skipped
     assert left.keys() == {f"0.{name}" for name, _ in part.named_parameters()}
     assert list(opt.preconditioner.layers) == ["1"]
-    before = {name: p.detach().clone() for name, p in net.named_parameters()}
     for i in range(3):
-        gradients, _ = stepped(net, opt, normal(6, 4, seed=i))
-        if cls is KFACSGD and i == 0:
-            for name in left:
-                assert_close(net.get_parameter(name), before[name] - 0.1 * gradients[name], 1e-12)
+        gradients, steps = stepped(net, opt, normal(6, 4, seed=i))
+        assert all(step.any() for step in steps.values())
+        for name in left if cls is KFACSGD else ():
+            assert_close(steps[name], 0.1 * gradients[name], 1e-10)
     opt.load_state_dict(opt.state_dict())
-    assert all(not torch.equal(p, before[name]) for name, p in net.named_parameters())
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import products
+from tests.core.test_coverage import loss_of
 from tests.support import groups, training
 from tests.support.branches import Branches
 from tests.support.cluster import average, rank, share, taken_by, weights, world
@@ -52,10 +53,6 @@ def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
     return nn.Sequential(*layers).to(dtype)
-
-
-def loss_of(out: Tensor) -> Tensor:
-    return (out - 0.3).square().sum() / len(out)
 
 
 def ddp(model: nn.Module, **options: Any) -> nn.Module:
