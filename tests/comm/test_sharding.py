@@ -34,9 +34,7 @@ from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same, descend, recorded_warnings, warnings_as
 from tests.support.watch import Body
 
-pytestmark = [
-    pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7"),
-]
+pytestmark = pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 
 WORDS = 11
 ROWS = 8  # of a batch, over all ranks
