@@ -23,18 +23,7 @@ from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from tests.curvature.test_refresh import ALWAYS
 from tests.support import groups
 from tests.support.ranks import run
-from tests.support.training import (
-    ANEW,
-    assert_near,
-    assert_same,
-    descend,
-    difference,
-    early,
-    factors,
-    network,
-    train,
-    values,
-)
+from tests.support.training import ANEW, assert_near, assert_same, descend, early
 from tests.support.watch import Body, assert_close, exact, normal, seeded, taken
 
 
@@ -61,7 +50,7 @@ def learn(
     opt.zero_grad()
     for _ in range(batches):
         x = torch.randn(6, 2, 6, 6, generator=generator, dtype=torch.float64)
-        model(x).square().mean().backward()
+        model(x.to(model.head.weight.dtype)).square().mean().backward()
     for p in leaves:
         p.grad = None
     opt.step()
@@ -176,20 +165,23 @@ def test_a_pickle_has_each_number_once(cls):
     assert_same(copied.state_dict()["state"], opt.state_dict()["state"])
 
 
-def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
-    """Take a step in which two parameters have no gradient; return how many momenta are here."""
+def rests(cls: Any, options: dict[str, Any], spread: str) -> int:
+    """Take a step in which three parameters have no gradient; return how many tensors are here."""
     model = Net()
-    if shards:
+    if spread == "shards":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        options = options | {"assignment": spread}
     opt = with_kfac(cls)(model, lr=0.01, weight_decay=0.01, **options)
     learn(model, opt, 0)
     learn(model, opt, 1)
     resting = [model.body[1].weight, model.body[1].bias, model.norm.weight]
 
     def held() -> list[Tensor]:
-        entries = [{k: v for k, v in opt.state[p].items() if k in KEYS} for p in resting]
-        tensors = [*resting, *(v for entry in entries for v in entry.values())]
-        return [(x.to_local() if isinstance(x, DTensor) else x).clone() for x in tensors]
+        entries = [item for p in resting for item in opt.state[p].items()]
+        # Those of the base, K-FAC's momentum and its sums of squares, but no factors.
+        tensors = [x for key, x in entries if key[:5] != "kfac_" or key == "kfac_square_sum"]
+        return [(x.to_local() if isinstance(x, DTensor) else x).clone() for x in resting + tensors]
 
     before = held()
     learn(model, opt, 2, leaves=resting)
@@ -197,18 +189,7 @@ def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
     return len(before)
 
 
-KEYS = {
-    *("momentum_buffer", "exp_avg", "kfac-momentum"),
-    *("exp_avg_sq", "square_avg", "step", "kfac_square_sum"),
-}
-SPREADS: dict[str, dict[str, Any]] = {
-    "local": {"assignment": "opt"},
-    "rows": {"assignment": "layer-wise"},
-    "shards": {},
-}
-
-
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", ["opt", "layer-wise", "shards"])
 @pytest.mark.parametrize(
     ("cls", "options", "count"),
     [
@@ -221,8 +202,7 @@ SPREADS: dict[str, dict[str, Any]] = {
 )
 def test_a_parameter_without_a_gradient_keeps_all_bits(cls, options, count, spread):
     """Weight, momentum, second moment and count; one rank has the layer's momenta, or both."""
-    found = run(2, rests, cls, {**options, **SPREADS[spread]}, spread == "shards")
-    assert max(found) == count
+    assert max(run(2, rests, cls, options, spread)) == count
 
 
 def test_rows_that_change_places_are_read_before_they_are_written():
@@ -355,16 +335,18 @@ def test_quiet_steps_are_alike_and_move_nothing(cls, options, kept):
     ("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
 )
 def test_a_model_moved_to_another_dtype_keeps_its_factors(dtype, kept):
-    model = network(dtype=torch.float32)
+    model = Net().float()
     opt = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=2, staggered=False)
-    train(model, opt, range(3))
-    former = {name: [f.to(kept) for f in fs] for name, fs in factors(opt).items()}
+    for step in range(3):
+        learn(model, opt, step)
+    former = {key: average.to(kept) for key, average in groups.averages(opt).items()}
     model.to(dtype)
-    before = values(model)
-    train(model, opt, [3])  # not due for factors
-    assert_same({name: list(fs) for name, fs in factors(opt).items()}, former)
-    assert all(change.abs().max() > 0 for change in difference(before, model).values())
-    train(model, opt, range(4, 6))
+    before = [p.detach().clone() for p in model.parameters()]
+    learn(model, opt, 3)  # not due for factors
+    assert_same(groups.averages(opt), former)
+    assert not any(map(torch.equal, model.parameters(), before))
+    for step in range(4, 6):
+        learn(model, opt, step)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
@@ -425,11 +407,12 @@ class Kinds(nn.Module):
         }
         for name, make in pairs.items():
             setattr(self, name, nn.ModuleList([make(), make()]))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.LayerNorm(12)])
 
     def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
-        for layer in (*self.conv, *self.back):
+        for layer in (*self.conv, self.norms[0], *self.back):
             images = layer(images).tanh()
-        rows = self.words[0](tokens) + self.words[1](tokens) + images.flatten(2)
+        rows = self.norms[1](self.words[0](tokens) + self.words[1](tokens) + images.flatten(2))
         for layer in self.linear:
             rows = layer(rows).tanh()
         for layer in self.attend:
@@ -438,14 +421,14 @@ class Kinds(nn.Module):
 
 
 @pytest.mark.parametrize("how", [{}, {"compute_method": "eigen", "kl_clip": 1e-3}])
-def test_gradients_laid_out_in_any_way(how):
-    """Of two layers of a shape, one's as its parameter, the other's with its dimensions reversed;
-    in the second step without a layer, in the third with all of them again."""
+def test_parameters_and_gradients_laid_out_in_any_way(how):
+    """Convolutions are channels last or not; of two layers of a shape, one's gradients are as its
+    parameters, the other's have their dimensions reversed. The second step lacks a layer."""
     plain = seeded(Kinds)
-    turned = copy.deepcopy(plain)
-    opts = [KFACSGD(net, lr=0.01, inv_update_steps=1, **how) for net in (plain, turned)]
+    turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    start = {name: (p.detach().clone(), p.stride()) for name, p in turned.named_parameters()}
+    opts = [KFACSGD(x, lr=0.01, momentum=0.9, inv_update_steps=1, **how) for x in (plain, turned)]
     images, tokens = normal(3, 4, 3, 4), torch.arange(12).remainder(5).view(3, 4)
-    start = copy.deepcopy(list(plain.parameters()))
     for step in range(3):
         for net, opt in zip((plain, turned), opts, strict=True):
             opt.zero_grad()
@@ -457,35 +440,14 @@ def test_gradients_laid_out_in_any_way(how):
                     back = list(reversed(range(p.dim())))
                     p.grad = p.grad.permute(back).contiguous().permute(back)
             opt.step()
-        for (name, one), other in zip(plain.named_parameters(), turned.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=name)
-    assert not any(map(torch.equal, start, plain.parameters()))
-
-
-@pytest.mark.parametrize("how", [{}, {"compute_method": "eigen", "kl_clip": 1e-3}])
-def test_parameters_laid_out_in_any_way(how):
-    """Channels last, and norms of different sizes: gradients and weights keep their layout."""
-
-    def make() -> nn.Module:
-        convs = [nn.Conv2d(4, 4, 3, padding=1, bias=i == 2) for i in range(3)]
-        wide = nn.Conv2d(4, 6, 1, bias=False)
-        norms = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(6)
-        return nn.Sequential(convs[0], norms[0], convs[1], norms[1], convs[2], wide, norms[2])
-
-    plain = seeded(make)
-    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
-    before = {name: (p.detach().clone(), p.stride()) for name, p in last.named_parameters()}
-    for net in (plain, last):
-        opt = KFACSGD(net, lr=0.1, momentum=0.9, **how)
-        for _ in range(2):
-            descend(opt, net(normal(3, 4, 5, 5)).square().sum((1, 2, 3)).mean())
-    assert not last[0].weight.is_contiguous()
-    for name, p in last.named_parameters():
-        assert not torch.equal(p, before[name][0]) and p.stride() == before[name][1]
-        assert opt.state[p]["momentum_buffer"].stride() == p.stride()
-        torch.testing.assert_close(
-            p, plain.get_parameter(name), rtol=1e-9, atol=1e-12, msg=name, check_stride=False
-        )
+        for (name, p), other in zip(turned.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                p, other, rtol=1e-9, atol=1e-12, msg=name, check_stride=False
+            )
+    assert not turned.conv[1].weight.is_contiguous()
+    for name, p in turned.named_parameters():
+        assert not torch.equal(p, start[name][0]) and p.stride() == start[name][1]
+        assert opts[1].state[p]["momentum_buffer"].stride() == p.stride()
 
 
 def test_a_weight_without_a_gradient_rests_and_its_bias_steps():
