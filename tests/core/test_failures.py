@@ -55,15 +55,16 @@ def optimizer(model: nn.Module, **options: Any) -> KFACSGD:
     return KFACSGD(model, **{"lr": 0.1, **ANEW, **options})
 
 
-def learn(
-    model: nn.Module,
-    opt: KFACSGD,
-    i: int,
-    spoil: Callable[[Tensor], object] | None = None,
-    before_step: Callable[[], object] | None = None,
-    averages: bool = True,
-) -> None:
-    """Take the step of this rank's part of batch ``i``."""
+def mean(model: nn.Module) -> None:
+    for p in model.parameters():
+        # That of a bias which one rank has frozen counts as zero.
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+
+
+def learn(model: nn.Module, opt: KFACSGD, i: int, spoil: Any = None, average: Any = mean) -> None:
+    """Take the step of this rank's part of batch ``i``, which may be spoilt."""
     generator = torch.Generator().manual_seed(100 * i + dist.get_rank())
     x, y = (torch.randn(6, n, generator=generator, dtype=torch.float64) for n in (4, 3))
     x = x.to(next(model.parameters()).dtype)
@@ -71,13 +72,7 @@ def learn(
         spoil(x)
     opt.zero_grad()
     F.mse_loss(model(x), y.to(x.dtype)).backward()
-    for p in model.parameters() if averages else ():
-        # That of a bias which one rank has frozen counts as zero.
-        gradient = torch.zeros_like(p) if p.grad is None else p.grad
-        dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
-    if before_step:
-        before_step()
+    average(model)
     opt.step()
 
 
@@ -418,6 +413,12 @@ def _model(change: Callable[[nn.Sequential], object]) -> nn.Sequential:
     return model
 
 
+def strictly(model: nn.Module, **options: Any) -> None:
+    """Build on all ranks: one that speaks for all would stop, and the others wait for it."""
+    warnings.simplefilter("error")
+    optimizer(model, **options)
+
+
 # What one rank builds instead, and what the error names.
 DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     "size": (lambda: optimizer(net(hidden=7)), "same stage"),
@@ -436,27 +437,16 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     "decay": (lambda: optimizer(net(), weight_decay=0.1), "weight_decay of parameter group 0: "),
     "slots": (lambda: optimizer(net(), staggered=False), "staggered: False on rank 1, True on"),
     "base": (lambda: KFACAdam(net(), lr=0.1), "'Adam' on rank 1, 'SGD'"),
-    "meta": (
-        lambda: optimizer(_model(lambda m: m[-1].to("meta"))),
-        "parameters on the meta device",
-    ),
-}
-
-
-def strictly(model: nn.Module, **options: Any) -> None:
-    """Build on all ranks: one that speaks for all would stop, and the others wait for it."""
-    warnings.simplefilter("error")
-    optimizer(model, **options)
-
-
-STRICT = {
+    "meta": (lambda: optimizer(_model(lambda m: m[-1].to("meta"))), "on the meta device"),
+    # All ranks build these.
     "no match": (lambda: strictly(net(), skip_layers=["nowhere"]), "UserWarning"),
     "no kind": (lambda: strictly(net().append(nn.Bilinear(9, 11, 3).double())), "UserWarning"),
 }
+STRICT = {"no match", "no kind"}
 
 
 def built(name: str, odd: int) -> str | None:
-    make, _ = (DIFFERENT | STRICT)[name]
+    make, _ = DIFFERENT[name]
     different = name in STRICT or dist.get_rank() == odd
     return attempt(nn.Identity(), make if different else lambda: optimizer(net())).error
 
@@ -464,21 +454,19 @@ def built(name: str, odd: int) -> str | None:
 @pytest.mark.parametrize(
     ("name", "world", "odd"),
     [
-        *((name, 3, 1) for name in DIFFERENT | STRICT),  # a half of three is no grid
+        *((name, 3, 1) for name in DIFFERENT),  # a half of three is no grid
         ("all workers", 2, 1),
         ("meta", 2, 0),
     ],
 )
 def test_ranks_that_differ_at_construction(name, world, odd):
-    _, named = (DIFFERENT | STRICT)[name]
+    _, named = DIFFERENT[name]
     results = run(world, built, name, odd)
     for rank, error in enumerate(results):
         assert error is not None, rank
         assert named in error or (name == "foreign" and "parameter" in error), error
         # What is wrong with a rank alone it says as if it were alone.
-        alone = (
-            name == "meta" or name in STRICT or (name in ("foreign", "fraction") and rank == odd)
-        )
+        alone = name in {"meta", *STRICT} or (name in ("foreign", "fraction") and rank == odd)
         assert f"rank {odd}" in error or alone, error
 
 
@@ -486,10 +474,10 @@ def test_ranks_that_differ_at_construction(name, world, odd):
 
 
 class Case(NamedTuple):
-    """What ranks do otherwise, and the error of all of them."""
+    """What ranks do otherwise, perhaps when they average, and the error of all of them."""
 
     error: str | None  # a pattern; without one they train on
-    event: Callable[..., dict[str, Any] | None]  # after ``at`` steps
+    event: Callable[..., Callable[[nn.Module], None] | None]  # after ``at`` steps
     args: tuple[Any, ...] = ()  # of the event
     at: int = 1
     taken: int = 0  # steps after it, of which the next one raises
@@ -542,16 +530,17 @@ def turns_a_bias(model: nn.Sequential, opt: KFACSGD, trained: bool) -> None:
     model[2].bias.requires_grad_(trained != (dist.get_rank() == 1))
 
 
-def drops_gradients(model: nn.Sequential, opt: KFACSGD) -> dict[str, Any]:
-    def drop() -> None:
+def drops_gradients(model: nn.Sequential, opt: KFACSGD) -> Callable[[nn.Module], None]:
+    def drop(model: nn.Module) -> None:
+        mean(model)
         for p in model[2].parameters() if dist.get_rank() > 0 else ():
             p.grad = None
 
-    return {"before_step": drop}
+    return drop
 
 
-def averages_nothing(model: nn.Sequential, opt: KFACSGD) -> dict[str, Any]:
-    return {"averages": False}
+def averages_nothing(model: nn.Sequential, opt: KFACSGD) -> Callable[[nn.Module], None]:
+    return lambda model: None
 
 
 def adds(model: nn.Sequential, opt: KFACSGD, name: str, number: float) -> None:
@@ -561,10 +550,8 @@ def adds(model: nn.Sequential, opt: KFACSGD, name: str, number: float) -> None:
 
 GROUP_0 = "of parameter group 0"
 EIGEN = {"compute_method": "eigen", "kl_clip": 1e-3}
-STATUS, SAVE = (
-    "missed slots, failures of '0': .*on rank 1",
-    r".*consolidate_state_dict\(\) before a save",
-)
+SAVE = r".*call consolidate_state_dict\(\) before a save"
+OTHER_STATUS = f"Invalid missed slots, failures of '0': .*on rank 1{SAVE}"
 OTHER_WEIGHTS = r"^RuntimeError: parameter '2.bias' on ranks \[1\] differs from rank 0's"
 OTHER_GRADIENTS = r"^RuntimeError: the gradient of '0.weight' on ranks \[1, 2\] differs from rank 0"
 CASES = {
@@ -575,8 +562,8 @@ CASES = {
     "shares": Case(
         f"Invalid steps: 2 on rank 1, 1 on rank 0{SAVE}", loads_another_step, options=LAYER_WISE
     ),
-    "failures": Case(f"Invalid {STATUS}{SAVE}", loads_another_status, (4, 1)),
-    "missed slots": Case(f"Invalid {STATUS}{SAVE}", loads_another_status, (0, 5)),
+    "failures": Case(OTHER_STATUS, loads_another_status, (4, 1)),
+    "missed slots": Case(OTHER_STATUS, loads_another_status, (0, 5)),
     "a frozen bias": Case("'2'", turns_a_bias, (True,), at=0),
     "low bits": Case(OTHER_WEIGHTS, adds, ("2.bias", 1e-12), at=0),
     "high bits": Case(OTHER_WEIGHTS, adds, ("2.bias", 1.0), at=0),
@@ -602,12 +589,12 @@ def happens(name: str) -> tuple[Ended, int]:
     opt = optimizer(model, **case.options)
     for i in range(case.at):
         learn(model, opt, i)
-    how = case.event(model, opt, *case.args) or {}
+    average = case.event(model, opt, *case.args) or mean
     before = opt.preconditioner.steps
 
     def work() -> None:
         for i in range(before, before + case.taken + (case.error is not None)):
-            learn(model, opt, i, **how)
+            learn(model, opt, i, average=average)
 
     return attempt(model, work), opt.preconditioner.steps - before
 
