@@ -270,13 +270,7 @@ def test_all_ways_to_spread_have_the_same_bits(data):
     assert_alike([rank.parameters for each in two for rank in run(world, train, each)])
 
 
-# ---- less precision ----
-
-
-ONE_UPDATE: dict[str, Any] = {
-    "base": {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0},
-    "steps": 1,
-}
+ONE_STEP: dict[str, Any] = {"steps": 1, "base": {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}}
 
 
 def updates(plan: Plan, spread: dict[str, Any] | None = None) -> dict[str, Tensor]:
@@ -300,7 +294,7 @@ def test_the_first_update_in_float32(world, name, curvature):
     damping = {"inverse-full": 0.1, "polar": 1.0}.get(curvature, 0.05)
     options = {**CURVATURES[curvature], "kl_clip": None, "damping": damping}
     sizes = even(world, ROWS if curvature == "polar" else FEW)
-    plan = Plan(sizes, name, options=options, dtype=torch.float32, **ONE_UPDATE)
+    plan = Plan(sizes, name, options=options, dtype=torch.float32, **ONE_STEP)
     expected = updates(plan)
     for spread in fractions(world):
         assert error(updates(plan, spread), expected) < 1e-4
@@ -317,7 +311,7 @@ def test_half_precision_on_the_wire(world, scale):
     damping, unit = 2.0, 2**-8
     options = {**PAPERS["eigen"], "damping": damping * scale**2, "kl_clip": None}
     # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
-    plan = Plan(even(world, 4), "chain", options=options, loss_scale=scale, **ONE_UPDATE)
+    plan = Plan(even(world, 4), "chain", options=options, loss_scale=scale, **ONE_STEP)
     expected, factors = updates(plan), train_alone(plan).factors
     for fraction in fractions(world):
         actual = updates(plan, {"comm_dtype": torch.bfloat16, **fraction})
@@ -378,8 +372,6 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 def alive_when_filled(owners: list[int]) -> int:
     """The most buckets that are still in memory when the next one is filled."""
     ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
-    items = [CopyItem(owner, size, i) for i, owner in enumerate(owners)]
-    buckets = [Bucket([x], range(ranks.world), ranks.world) for x in items]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
     exchange = ranks._exchange
@@ -390,9 +382,10 @@ def alive_when_filled(owners: list[int]) -> int:
         return flight
 
     def loads() -> Iterator[tuple[Any, list[Tensor]]]:
-        for bucket in buckets:
+        for i, owner in enumerate(owners):
             counts.append(alive(received, at_most=2))
-            yield bucket, [torch.ones(size)]
+            item = CopyItem(owner, size, i)
+            yield Bucket([item], range(ranks.world), ranks.world), [torch.ones(size)]
 
     with mock.patch.object(ranks, "_exchange", noted):
         for sums in ranks.reduce_to_owners(loads(), "x"):
@@ -427,10 +420,7 @@ STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "damping": 0.1}
 
 
 def branched(
-    options: dict[str, Any],
-    uses: list[str],
-    frozen: tuple[str, ...] = (),
-    with_ddp: bool = False,
+    options: dict[str, Any], uses: list[str], frozen: tuple[str, ...] = (), with_ddp: bool = False
 ) -> Trained:
     """Some examples a rank, or those of all ranks; what is ``frozen`` is not from step 2 on."""
     model = network("branched")

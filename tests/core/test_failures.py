@@ -113,8 +113,6 @@ def on_rank(rank: int, context: AbstractContextManager[Any]) -> AbstractContextM
     return context if dist.get_rank() == rank else nullcontext()
 
 
-# ---- numbers that are not finite on one rank ----
-
 LAYER_WISE = {"assignment": "layer-wise"}
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
     "layer-wise": (3, LAYER_WISE),
@@ -430,10 +428,7 @@ DIFFERENT: dict[str, tuple[Callable[[], Any], str]] = {
     "skipped": (lambda: optimizer(net(), skip_layers=["4"]), "skip_layers"),
     "fraction": (lambda: optimizer(net(), grad_worker_fraction=0.5), "grad_worker_fraction"),
     "all workers": (lambda: optimizer(net(), grad_worker_fraction=1.0), "grad_worker_fraction"),
-    "foreign": (
-        lambda: KFACSGD([*net().parameters(), nn.Parameter(torch.zeros(3))], model=net()),
-        "params",
-    ),
+    "foreign": (lambda: KFACSGD([nn.Parameter(torch.zeros(3))], model=net()), "params"),
     "decay": (lambda: optimizer(net(), weight_decay=0.1), "weight_decay of parameter group 0: "),
     "slots": (lambda: optimizer(net(), staggered=False), "staggered: False on rank 1, True on"),
     "base": (lambda: KFACAdam(net(), lr=0.1), "'Adam' on rank 1, 'SGD'"),
