@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ SPREADS: dict[str, tuple[int, dict[str, Any]]] = {
 EVERY = ("opt", "layer-wise", "hybrid, parted")
 every_spread = pytest.mark.parametrize("spread", EVERY)
 # With as many gradient workers of each layer.
-WORKERS = {"layer-wise": 1, "layer-wise of 4": 1, "hybrid": 2, "opt": 2}
+WORKERS = {"layer-wise of 4": 1, "layer-wise": 1, "hybrid": 2, "opt": 2}
 every_share = pytest.mark.parametrize("spread", WORKERS)
 
 
@@ -549,15 +550,7 @@ def loads_whole(plan: Plan, path: str) -> tuple[dict[int, Tensor], Any]:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("layer-wise of 4", "layer-wise"),
-        ("layer-wise", "hybrid"),
-        ("hybrid", "opt"),
-        ("opt", "layer-wise of 4"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), [*pairwise([*WORKERS, "layer-wise of 4"])])
 def test_a_state_loads_at_another_number_of_ranks_bit_for_bit(optimizer, before, after, tmp_path):
     """Momenta are on gradient workers alone, from the first step after the load on."""
     path = str(tmp_path / "state")
