@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
 from tests.curvature.test_refresh import ALWAYS
 from tests.support import groups
+from tests.support.close import assert_close
 from tests.support.ranks import run
 from tests.support.training import ANEW, assert_near, assert_same, descend, early
-from tests.support.watch import Body, assert_close, exact, normal, seeded, taken
+from tests.support.watch import Body, exact, normal, seeded, taken
 
 
 class Net(nn.Module):

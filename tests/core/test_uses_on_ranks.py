@@ -86,7 +86,7 @@ def test_ranks_with_unequal_batches_have_the_factors_of_the_joined_batch(name, o
     how: dict[str, Any] = {"base": {"lr": 0.0}, "wrapper": None, "weighs": False, "steps": 1}
     plan = Plan(((9,), (3,)), name, options=ANEW | options, spread=spread, **how)
     alone = train_alone(plan)
-    assert len(alone.factors) == (8 if name == "uses" else 4)
+    assert len(alone.factors) == (10 if name == "uses" else 4)
     assert_as_alone(run(2, train_here, plan), alone, 1e-9)
 
 
