@@ -541,8 +541,10 @@ def loads_whole(plan: Plan, path: str) -> tuple[dict[int, Tensor], Any]:
     """Momenta as loaded, and the state as gathered from there."""
     model, opt = plan.build()
     learn(model, opt, range(1))
-    whole_state(opt)  # is forgotten
+    whole_state(opt)
     load(model, opt, "whole", path)
+    # What was gathered before is forgotten.
+    assert averages(state_of(opt, "ignore")).keys() == kept(opt).keys()
     loaded, gathered = plan.momenta(model, opt), whole_state(opt)["state"]
     learn(model, opt, range(3, 4))
     assert plan.momenta(model, opt).keys() == works(model, opt)
