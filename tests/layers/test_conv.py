@@ -54,9 +54,6 @@ def test_an_input_that_changes_after_a_layer_which_copied_it(name, autocast):
         torch.testing.assert_close(within, apart, rtol=1e-2 if autocast else 1e-6, atol=1e-6)
 
 
-# ---- moments against those of patches ----
-
-
 def patches(module: nn.Module, x: Tensor) -> Tensor:
     """Rows ``[blocks, images, positions, inputs]``: the output of an identity for a weight."""
     channels, kernel = module.in_channels // module.groups, module.kernel_size

@@ -216,8 +216,6 @@ def check(case: Case, ways: Any = WAYS, frozen: str = "", widest: int = WIDEST) 
         ref.assert_close(step, wanted, what=f"{what}: step")
 
 
-# ---- all kinds ----
-
 FROZEN = [
     (name, side)
     for name, case in CASES.items()
@@ -333,9 +331,6 @@ def test_a_number_of_terms_is_that_of_the_whole_step(options):
     opt.step()
     terms = options.get("loss_terms", 1.0)
     ref.assert_close(opt.preconditioner.factors("layer")[1], ref.factors(g, g, terms)[1])
-
-
-# ---- attention ----
 
 
 class Attention(NamedTuple):
@@ -501,9 +496,6 @@ def test_a_trace_while_layers_gather_takes_torchs_own_attention():
     assert opt.preconditioner.coverage().elsewhere == {}
 
 
-# ---- one input of several layers ----
-
-
 class Projections(nn.Module):
     """Query, key and value of one input; then of another one, and of one that is overwritten."""
 
@@ -575,9 +567,6 @@ def test_an_input_that_is_written_into_is_another_one():
     descend(opt, model.key(x).sum())
     assert_a(opt, "query", x / 3)
     assert_a(opt, "key", x)
-
-
-# ---- kinds of one's own ----
 
 
 def own_kind(**members: Any) -> Any:

@@ -188,9 +188,6 @@ def test_settings_come_back_after_an_error():
     assert all_settings() == before
 
 
-# ---- what becomes of the numbers ----
-
-
 def factor_a(
     layer: nn.Module, x: Tensor, setting: str, autocast: bool = False, **options: Any
 ) -> Tensor:

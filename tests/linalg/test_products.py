@@ -249,8 +249,6 @@ def test_the_largest_eigenvalues_come_first_and_none_is_below_zero(n):
     assert torch.equal(factors, before)
 
 
-# ---- nearly equal singular values ----
-
 TOWARDS_ONE = (7.7110, -22.1138, 16.2488), (3.2153, -2.4112, 0.5013)
 FROM_FURTHER = (8.2987, -24.4305, 18.0903), (3.9152, -2.9211, 0.5592), (3.1746, -2.3804, 0.4978)
 

@@ -108,12 +108,11 @@ def models(draw, most=30):
 
 
 small_costs = st.one_of(
-    st.lists(st.integers(1, 12), min_size=1, max_size=10),
-    st.lists(st.integers(90, 130), min_size=1, max_size=10),
-    st.lists(st.sampled_from([64, 65, 128, 147, 256, 512, 577, 1024]), min_size=1, max_size=10).map(
-        lambda sizes: [n**3 for n in sizes]
-    ),
-).map(lambda costs: [float(c) for c in costs])
+    *(
+        st.lists(st.sampled_from([float(n) for n in costs]), min_size=1, max_size=10)
+        for costs in (range(1, 13), range(90, 131), [n**3 for n in (64, 65, 128, 147, 256, 1024)])
+    )
+)
 
 
 def test_receivers_are_neighbours_and_workers_are_a_stride_apart():
