@@ -199,14 +199,15 @@ def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
 class Answering(WorkAssignment):
     """A strategy that a user writes: so many workers, this placement, and this cost of size 7."""
 
-    def __init__(self, workers=2, placement=None, cost=1.0):
+    def __init__(self, workers=2, placement="balanced", cost=1.0):
         self.workers, self.placement, self.answer = workers, placement, cost
 
     def gradient_workers(self, world):
         return self.workers
 
     def place(self, tasks, grid, **options):
-        return super().place(tasks, grid, **options) if self.placement is None else self.placement
+        balanced = super().place(tasks, grid, **options)
+        return balanced if self.placement == "balanced" else self.placement
 
     def cost(self, size, diagonal):
         return self.answer if size == 7 else 1.0
