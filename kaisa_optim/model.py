@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -260,14 +260,13 @@ class Registry:
 
     def values(
         self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
-    ) -> Callable[[Layer], float]:
-        """Return a function that reads the groups' value for an active layer."""
+    ) -> dict[Layer, float]:
+        """Return the value of each active layer, which is its groups'."""
         layers = self.layers.values() if layers is None else layers
         values = {group[name] for group in groups}
         if len(values) == 1:  # the loop hashes each parameter, which would cost each step
-            value_of = dict.fromkeys(layers, values.pop())
-            return value_of.__getitem__
-        value_of = {}
+            return dict.fromkeys(layers, values.pop())
+        value_of: dict[Layer, float] = {}
         for layer in layers:
             # A layer has one A and one G for weight and bias: their groups must agree.
             numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
@@ -279,7 +278,7 @@ class Registry:
                 raise invalid_because(name, why)
             if numbers:  # else the layer is frozen
                 value_of[layer] = numbers[0]
-        return value_of.__getitem__
+        return value_of
 
     def check_parameters(self, groups: list[Group]) -> None:
         """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,7 +52,7 @@ class Answers:
     grad_scaler: Any = _setting("grad_scaler")
     # The parts that answer
     capture: Capture
-    damping_of: Callable[[Layer], float]
+    damping_of: Mapping[Layer, float]
     groups: Groups
     hyperparameters: Hyperparameters
     options: Options
@@ -191,7 +191,7 @@ class Answers:
                 if layer in side.owned:
                     average = side.averages["average"][side.owned[layer]]
                     state = side.state[groups.sizes.of_factor[0].name][group.slots[layer]]
-                    quality = rule.measure(side.key, average, state, self.damping_of(layer))
+                    quality = rule.measure(side.key, average, state, self.damping_of[layer])
                     measured += quality.tolist()
         for name, values in (("age", ages), (rule.quality, measured)):
             if values:

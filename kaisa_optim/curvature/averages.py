@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,7 +232,7 @@ def _shares(traces: Tensor) -> Tensor:
 
 
 def update(
-    factors: Factors, plan: StepPlan, decay_of: Callable[[Layer], float], *, scale_free: bool
+    factors: Factors, plan: StepPlan, decay_of: Mapping[Layer, float], *, scale_free: bool
 ) -> None:
     """Take new values of owned factors, of any shapes on one device, into their averages."""
     layers, sides, values = (list(x) for x in zip(*factors, strict=True))
@@ -271,7 +271,7 @@ def update(
                     flags += [flag] * (count // len(sections))
             taken = finite & sent(torch.tensor(flags, device="cpu"), like.device)
         # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
-        mass, decays = torch.cat(weights), [*map(decay_of, layers)]
+        mass, decays = torch.cat(weights), [decay_of[layer] for layer in layers]
         decay: Any = decays[0]
         gain = mass.new_full((), 1 - decay)  # torch would multiply a number by its reciprocal
         if len(set(decays)) > 1:

@@ -55,7 +55,7 @@ class Refresher:
         for layer in layers if self._rule.damps else ():
             places.setdefault(group_of[layer].g.key[2:], []).append(layer)
         for same in places.values():
-            dampings = per_block(same, [*map(damping_of, same)], group_of[same[0]].g.key)
+            dampings = per_block(same, [damping_of[x] for x in same], group_of[same[0]].g.key)
             of_a = of_g = dampings
             counts = [layer.blocks for layer in same]
             if self._rule.sizes.tells_means:

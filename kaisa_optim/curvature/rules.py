@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..plan.facts import Sizes, TensorSpec, Work
 from .group import Group, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 
-DampingOf = Callable[[Layer], float]
+DampingOf = Mapping[Layer, float]
 GroupOf = Mapping[Layer, Group]
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 
@@ -152,7 +152,7 @@ class EigenRule(Rule):
         return products.between(g, projected, None if a is None else a.mT)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
-        dampings = [*map(damping_of, group.layers)]
+        dampings = [damping_of[layer] for layer in group.layers]
         damping: Tensor | float = dampings[0]
         if len(set(dampings)) > 1:
             damping = per_block(group.layers, dampings, group.g.key)[:, None, None]
@@ -172,7 +172,7 @@ class StoredProductRule(EigenRule):
             group = group_of[layer]
             slots, scale = group.slots[layer], group.tensors["scale"]
             a, g = (side.state["values"][slots] for side in group.sides)
-            product = (g[:, :, None] * a[:, None, :]).add_(damping_of(layer))
+            product = (g[:, :, None] * a[:, None, :]).add_(damping_of[layer])
             scale[slots] = stored(product.reciprocal_(), scale.dtype)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
