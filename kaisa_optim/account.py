@@ -14,7 +14,7 @@ from typing import Any
 from .comm.ranks import Bucket, CopyItem, overlaps
 from .plan.assignment import Grid
 from .plan.facts import FactorFacts, LayerFacts, Sizes, T, all_reduced, cargo_bytes, chunks, grouped
-from .plan.schedule import HEAD, Schedule
+from .plan.schedule import Schedule, StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -217,7 +217,8 @@ class Account:
         Owners tell of earlier refreshes of the layers ``answered``.
         """
         sections = sum(layer.sections for layer in self.layers)
-        numbers = HEAD + len(self.layers) + 2 * len(answered) + 4 * sections
+        single = [number for number in StepReport() if isinstance(number, float)]
+        numbers = len(single) + len(self.layers) + 2 * len(answered) + 4 * sections
         return all_reduced(8 * numbers, self.grid.world)
 
     def sums(self, names: Collection[str]) -> list[int]:

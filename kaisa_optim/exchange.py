@@ -27,7 +27,7 @@ from .linalg.moments import unpack
 from .model import Registry, unwrapped
 from .options import Options
 from .plan.facts import FactorFacts, grouped
-from .plan.schedule import HEAD, StepPlan, StepReport
+from .plan.schedule import StepPlan, StepReport
 
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
@@ -104,16 +104,19 @@ class Status:
         report = report._replace(failed=failure is not None)
         # All ranks must send equally long lists: a list's length may follow from the layers, from
         # deferred answers and from sections alone, and never from this rank's passes.
-        lists: Any = report[HEAD:]
-        numbers = [*report[:HEAD], *itertools.chain(*lists)]
+        numbers: list[float] = []
+        for value in report:
+            numbers += value if isinstance(value, list) else [value]
         if not self.alone:
             sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             numbers = self._ranks.sum_numbers(sent, f"agreeing on step {number}").tolist()
-        totals, start = [], HEAD
-        for values in lists:
-            totals.append(numbers[start : start + len(values)])
-            start += len(values)
-        total = StepReport(*numbers[:HEAD], *totals)
+        totals: dict[str, Any] = {}
+        for name, value in zip(report._fields, report, strict=True):
+            if isinstance(value, list):
+                totals[name], numbers = numbers[: len(value)], numbers[len(value) :]
+            else:
+                totals[name], *numbers = numbers
+        total = StepReport(**totals)
         if total.failed and not (loads and total.failed == self._ranks.world):
             if not loads:  # the next step starts without the error
                 capture.errors.error = self._failure = None

@@ -22,6 +22,7 @@ from .curvature.rules import Rule
 from .errors import is_real
 from .exchange import Exchange, Status, with_gradient
 from .layers import Layer
+from .layers.base import Sample
 from .linalg.products import full_precision
 from .model import Registry, unwrapped
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
@@ -37,9 +38,9 @@ class Slot(NamedTuple):
     """The next step that gathers or refreshes."""
 
     number: int  # of the step
-    gathers: frozenset[str] | None  # layers in their slot; None: ranks exchange nothing
+    gathers: list[Layer] | None  # layers in their slot, and late ones; None: no exchange
     refreshes: frozenset[str]
-    tasks: tuple[Any, ...]  # the arguments of ``Capture.arm`` for its passes
+    sample: Sample | None  # the part of the examples that is read; None: all
 
 
 class Preconditioner(Answers):
@@ -188,7 +189,7 @@ class Preconditioner(Answers):
         elif works or hyperparameters.moves:
             self._choose()
         elif self.steps == slot.number:
-            self.capture.arm(*slot.tasks)
+            self.capture.arm(slot.gathers, registry.missing, slot.sample)
         return self.work.exchanges
 
     def direct(self, groups: list[ParamGroup], base: Any) -> None:
@@ -399,7 +400,7 @@ class Preconditioner(Answers):
         self._choose()
 
     def _choose(self) -> None:
-        # Look up the next step that gathers or refreshes, and what capture does in its passes.
+        # Look up the next step that gathers or refreshes; arm the hooks if its passes come next.
         parameters, number, registry = self.hyperparameters, self.steps, self.registry
         if parameters.moves:
             parameters.take_intervals(number)
@@ -409,9 +410,10 @@ class Preconditioner(Answers):
         if due is None and not refreshed:
             number = following
             due, refreshed, _ = self.schedule.at(number, gathering, refreshing, late=late)
-        tasks: tuple[Any, ...] = (None,)  # hooks leave at once
+        gathers: list[Layer] | None = None
+        sample: Sample | None = None
         if due is not None:
-            wanted, sample = [registry.layers[name] for name in due], None
+            gathers = [*[registry.layers[name] for name in due], *registry.late]
             fraction = parameters.values["statistics_fraction"]
             if "statistics_fraction" in parameters.schedules:
                 fraction = parameters.upcoming("statistics_fraction", number)
@@ -419,9 +421,8 @@ class Preconditioner(Answers):
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
                 early = [x for x in self.options.early if x <= number and x % gathering]
                 sample = fraction, number // gathering + len(early)
-            tasks = [*wanted, *registry.late], registry.missing, sample
-        self.slot = Slot(number, due, refreshed, tasks)
-        self.capture.arm(*(tasks if number == self.steps else (None,)))
+        self.slot = Slot(number, gathers, refreshed, sample)
+        self.capture.arm(gathers if number == self.steps else None, registry.missing, sample)
 
     # ---- the model ----
 

@@ -117,14 +117,16 @@ class _Hook:
         # Most calls of layers leave here, and must not reach another function before. Where tensors
         # are packed, a checkpoint may run, under which outputs are tapped for their number. Without
         # the model around it, the layer has to look itself whether it was frozen or unfrozen.
-        idle = layer is not None and layer.task == LEAVE and capture._passes.depth
-        if idle and passes.top_hooks is not None and passes.top_hooks(False) is None:
-            return None
+        if layer is not None and layer.task == LEAVE and capture._passes.depth:
+            get = passes.top_hooks
+            packs_tensors = get is None or get(False) is not None
+            if not packs_tensors:
+                return None
         return self.function(capture, *args)
 
     def __reduce__(self) -> Any:
-        # A deepcopied or saved model carries a callable that does nothing, from the standard
-        # library alone: the copy trains nothing here, and loads where this package is absent.
+        # A deepcopied or saved model carries nullcontext().__exit__, which takes any arguments and
+        # does nothing. It is the standard library's: the copy loads where this package is absent.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -230,7 +232,7 @@ class Capture:
 
     # ---- a step ----
 
-    def arm(self, due: Layers | None, missing: Layers = (), sample: Sample | None = None) -> None:
+    def arm(self, due: Layers | None, missing: Layers, sample: Sample | None) -> None:
         """Write what each layer's hook does in the passes up to the next step; None: nothing."""
         # ``missing`` layers have no average: they gather if they train, in their slot or not.
         self.is_armed = due is not None

@@ -104,23 +104,24 @@ class Share:
         for of_group in torch.tensor(flags, device="cpu").split(self.sizes):
             is_mixed = of_group.any() and not of_group.all()
             whole.append(sent(of_group, self.like.device) if is_mixed else bool(of_group[0]))
-        self._plain = plain, sent(rows, self.like.device), whole
+        self._plain, self._is_plain = plain, whole
+        self._plain_blocks = sent(rows, self.like.device)
 
     def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
         """Return sums over each block of the plan's tensors, or squares, in stacks of this name."""
         total = self.roots.new_zeros(len(self.roots))
-        plain, blocks, whole = self._plain
-        if squares and plain:
-            norms = torch._foreach_norm([tensors[i] for i in plain], 2, dtype=self.like.dtype)
-            total.index_add_(0, blocks, torch.stack(norms).square_())
-        parts = zip(self.groups, total.split(self.sizes), whole, strict=True)
-        for group, part, is_whole in parts:
-            if squares and is_whole is True:
+        if squares and self._plain:
+            plain = [tensors[i] for i in self._plain]
+            norms = torch._foreach_norm(plain, 2, dtype=self.like.dtype)
+            total.index_add_(0, self._plain_blocks, torch.stack(norms).square_())
+        parts = zip(self.groups, total.split(self.sizes), self._is_plain, strict=True)
+        for group, part, is_plain in parts:
+            if squares and is_plain is True:
                 continue
             matrices = group.collect(name)
             sums = (matrices.square_() if squares else matrices).sum((1, 2))
-            if squares and isinstance(is_whole, Tensor):
-                sums = torch.where(is_whole, part, sums)
+            if squares and isinstance(is_plain, Tensor):
+                sums = torch.where(is_plain, part, sums)
             part.copy_(sums)
         return total
 

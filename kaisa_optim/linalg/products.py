@@ -274,11 +274,16 @@ def _by_products(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return root, _residual(lower, root) <= _TOLERATED  # False for NaN
 
 
-# Torch's settings of float32 products, of CUDA and of CPUs; before torch 2.9 there are none. Users
-# lower them for their network, but roots enlarge rounding errors: TF32 would spoil directions.
-_MATMULS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-_BACKENDS: list[Any] = [x for x in _MATMULS if hasattr(x, "fp32_precision")]
-_OF_BACKENDS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+# Users lower the precision of float32 products for their network, but roots enlarge rounding
+# errors: TF32 would spoil directions. Torch's older setting is one for all devices. Since torch
+# 2.9, CUDA and CPUs have newer ones: their values are here by the older setting's.
+_Precisions = list[tuple[Any, str]]  # backends, and their settings
+_CUDA, _CPUS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+_PRECISIONS: dict[str, _Precisions] = {"highest": [], "high": [], "medium": []}
+if hasattr(_CPUS, "fp32_precision"):
+    _PRECISIONS["highest"] = [(_CUDA, "ieee"), (_CPUS, "ieee")]
+    _PRECISIONS["high"] = [(_CUDA, "tf32"), (_CPUS, "tf32")]
+    _PRECISIONS["medium"] = [(_CUDA, "tf32"), (_CPUS, "bf16")]
 _setting = "highest"  # in force
 _NOTHING = nullcontext()
 
@@ -289,9 +294,9 @@ def full_precision(setting: str = "highest") -> AbstractContextManager[None]:
         fits = torch.get_float32_matmul_precision() == setting == _setting
     except RuntimeError:  # torch does not answer where its newer settings differ
         fits = False
-    for backend, value in zip(_BACKENDS, _OF_BACKENDS[setting], strict=False) if fits else ():
+    for backend, value in _PRECISIONS[setting] if fits else ():
         present = backend.fp32_precision
-        fits = fits and (present == value or (present, value) == ("none", "ieee"))
+        fits = fits and (present == value or (present == "none" and value == "ieee"))
     return _NOTHING if fits else _changed_precision(setting)
 
 
@@ -305,24 +310,24 @@ def _changed_precision(setting: str) -> Iterator[None]:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = setting
-    newer = [backend.fp32_precision for backend in _BACKENDS]
+    newer = [(backend, backend.fp32_precision) for backend, _ in _PRECISIONS[setting]]
     try:
         # Torch's older setting writes to the newer ones, so that these are set last, both times.
         if older != setting:
             torch.set_float32_matmul_precision(setting)
-        _set(_OF_BACKENDS[setting])
+        _write(_PRECISIONS[setting])
         yield
     finally:
         _setting = former
         if older != setting:
             torch.set_float32_matmul_precision(older)
-        _set(newer)
+        _write(newer)
 
 
-def _set(values: Sequence[str]) -> None:
-    for backend, value in zip(_BACKENDS, values, strict=False):
+def _write(precisions: _Precisions) -> None:
+    for backend, value in precisions:
         present = backend.fp32_precision
-        if present != value and (present, value) != ("none", "ieee"):  # unset is full, too
+        if present != value and not (present == "none" and value == "ieee"):  # unset is full, too
             backend.fp32_precision = value
 
 
