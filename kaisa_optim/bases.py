@@ -189,8 +189,11 @@ class BaseStep:
                 self._begin(stack, plan)
         if self.measures:
             self._measure(plan)
-        missing = [] if present is None else plan.missing(present)
-        resting = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
+        resting: list[tuple[ParameterStack, list[int], Tensor]] = []
+        for stack in () if present is None else plan.stacks:
+            without = [i for i, flag in enumerate(flags[stack.at]) if not flag]
+            if without and stack.momentum is not None:
+                resting.append((stack, without, stack.momentum[without]))
         for group, stacks in zip(groups, of_group, strict=True):
             new = self.ahead(group, stacks, plan) if stacks else ()
             for stack, tensor in zip(stacks, new, strict=True):

@@ -238,10 +238,8 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
         what = f"it has no {' and no '.join(map(repr, missing))}"
     else:
         return
-    why = (
-        f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
-        "the whole of a checkpoint that holds several"
-    )
+    why = f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
+    why += "the whole of a checkpoint that holds several"
     raise invalid_because("state_dict", why)
 
 
@@ -438,11 +436,9 @@ def set_base_state(
     if failed is not None and not names and not isinstance(failed, KeyError):
         raise failed  # an error of the base's own, such as a lack of memory
     lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
-    why = (
-        f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
-        "an older version: load it into one of that class, add what it lacks, or begin without "
-        "its state"
-    )
+    why = f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
+    why += "an older version: load it into one of that class, add what it lacks, or begin without "
+    why += "its state"
     raise invalid_because("state_dict", why) from failed
 
 

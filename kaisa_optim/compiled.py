@@ -93,15 +93,6 @@ class CompiledPlan:
         self.nu = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
         return [self.nu.expand(len(x)) for x in terms]
 
-    def missing(self, present: list[bool]) -> list[tuple[ParameterStack, list[int]]]:
-        """Return stacks of momenta with rows whose parameters have no gradient."""
-        stacks = []
-        for stack in self.stacks:
-            rows = [i for i, flag in enumerate(present[stack.at]) if not flag]
-            if stack.keeps_momenta and rows:
-                stacks.append((stack, rows))
-        return stacks
-
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
     """Return ⟨new, raw⟩, and its last column's part, ``[blocks, 2]``; ``raw`` is overwritten."""

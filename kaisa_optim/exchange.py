@@ -151,12 +151,11 @@ class Status:
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             missing = f", not for {', '.join(trained[:3])}" if trained else ""
-            raise RuntimeError(
-                "sample_fisher was called for some passes of this step and not for others (rank "
-                f"{ranks.rank}: {draws} calls{missing}); call sample_fisher on every rank between "
-                "each forward pass and its backward pass, with all outputs that the loss reads. "
-                "Under torch.utils.checkpoint, use_reentrant=False is needed"
-            )
+            why = "sample_fisher was called for some passes of this step and not for others (rank "
+            why += f"{ranks.rank}: {draws} calls{missing}); call sample_fisher on every rank "
+            why += "between each forward pass and its backward pass, with all outputs that the "
+            why += "loss reads. Under torch.utils.checkpoint, use_reentrant=False is needed"
+            raise RuntimeError(why)
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
 
@@ -176,12 +175,11 @@ class Status:
                 drift = "would drift apart"
                 if step < number:
                     drift = f"may have drifted apart since step {step}: load an older checkpoint"
-                raise RuntimeError(
-                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
-                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
-                    "a missing one as zero, or use DistributedDataParallel with "
-                    "find_unused_parameters=True"
-                )
+                why = f"layer {name!r} has no gradient on ranks {without}, but has one on other "
+                why += f"ranks, so weights {drift}; average gradients over all ranks before "
+                why += "step(), a missing one as zero, or use DistributedDataParallel with "
+                why += "find_unused_parameters=True"
+                raise RuntimeError(why)
 
     def note_answers(self, flags: Sequence[float]) -> list[Layer]:
         """Note the outcomes of refreshes, as the owners answer; return the layers with a flag."""
@@ -215,11 +213,10 @@ class Status:
             text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
             most = self._max_failures
             if most is not None and state.failures > most:
-                raise RuntimeError(
-                    f"{text} (max_failures={most}): its statistics are not finite or too "
-                    "ill-conditioned; look for a loss that is not finite and for diverging "
-                    "activations, raise damping or skip the layer with skip_layers"
-                )
+                why = f"{text} (max_failures={most}): its statistics are not finite or too "
+                why += "ill-conditioned; look for a loss that is not finite and for diverging "
+                why += "activations, raise damping or skip the layer with skip_layers"
+                raise RuntimeError(why)
             agree.warn(
                 self._ranks,
                 f"{text}; the state before it, at first the identity, stays in use. See whether "

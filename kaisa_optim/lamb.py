@@ -99,9 +99,8 @@ class LAMB(Optimizer):
         if amsgrad:
             raise NotImplementedError("LAMB does not support amsgrad=True; leave it out")
         if not set_grad_none:
-            raise NotImplementedError(
-                "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
-            )
+            why = "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
+            raise NotImplementedError(why)
         if backend not in (None, "torch", "apex"):
             raise invalid("backend", backend, 'use None, "torch" or "apex"')
         defaults: dict[str, Any] = {
@@ -128,10 +127,8 @@ class LAMB(Optimizer):
         sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
         if len(sharded) > 1:  # a refused group must leave no trace
             self.param_groups.pop()
-            why = (
-                "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
-                "whole model with fully_shard, or none of it"
-            )
+            why = "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
+            why += "whole model with fully_shard, or none of it"
             raise invalid_because("params", why)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,9 +149,8 @@ class LAMB(Optimizer):
         # Refuse before any entry is made: a refused step must leave no trace.
         for p in with_grad:
             if p.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    "LAMB does not support sparse gradients, please consider SparseAdam instead"
-                )
+                why = "LAMB does not support sparse gradients, please consider SparseAdam instead"
+                raise RuntimeError(why)
             if p.is_complex():
                 raise RuntimeError("LAMB does not support complex parameters")
         for p in with_grad:

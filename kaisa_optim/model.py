@@ -88,11 +88,9 @@ def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
     for module in model.modules():
         refuse_data_parallel(module)
         if type(module).__name__ == "FullyShardedDataParallel":
-            why = (
-                "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
-                "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
-                "DistributedDataParallel"
-            )
+            why = "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
+            why += "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+            why += "DistributedDataParallel"
             raise invalid_because("model", why)
     names: Names = {}
     # A module counts once, whatever its names: only a second module makes a weight shared.
@@ -102,10 +100,8 @@ def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
                 names.setdefault(p, []).append(f"{prefix}.{name}" if prefix else name)
     for p in trained:
         if p not in names:
-            why = (
-                f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
-                "model whose parameters you optimize as model="
-            )
+            why = f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
+            why += "model whose parameters you optimize as model="
             raise invalid_because("params", why)
         if isinstance(p, UninitializedParameter):
             name = names[p][0]
@@ -210,10 +206,9 @@ class Registry:
         if any(map(sharding.is_sharded, model.parameters())):  # one rank works for each layer
             chosen = options.assignment, options.grad_worker_fraction
             if chosen != (None, None) and self.strategy.gradient_workers(ranks.world) > 1:
-                why = (
-                    f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
-                    'rank preconditions each gradient; use assignment="layer-wise" or leave it out'
-                )
+                why = f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
+                why += 'rank preconditions each gradient; use assignment="layer-wise" or leave it '
+                why += "out"
                 raise invalid_because("assignment", why)
             self.strategy = assignment.LayerWise()
 
@@ -271,10 +266,8 @@ class Registry:
             # A layer has one A and one G for weight and bias: their groups must agree.
             numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
             if len(numbers) > 1:
-                why = (
-                    f"layer {layer.name!r} has its weight and bias in parameter groups with "
-                    f"different values {numbers}; give both groups the same {name}"
-                )
+                why = f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                why += f"different values {numbers}; give both groups the same {name}"
                 raise invalid_because(name, why)
             if numbers:  # else the layer is frozen
                 value_of[layer] = numbers[0]
@@ -283,21 +276,19 @@ class Registry:
     def check_parameters(self, groups: list[Group]) -> None:
         """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""
         for title in [name for name, p in self.on_meta.items() if p.is_meta]:
-            raise RuntimeError(
-                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
-                "no step would change the weight that replaces it; call to_empty, load or "
-                "initialize the weights, then build the optimizer"
-            )
+            why = f"Invalid params: {title} was on the meta device when the optimizer was built, "
+            why += "so no step would change the weight that replaces it; call to_empty, load or "
+            why += "initialize the weights, then build the optimizer"
+            raise RuntimeError(why)
         listed = self._listed
         for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
-            raise RuntimeError(
-                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
-                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
-                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
-                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
-                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
-                "does. Add parameters of the model by add_param_group"
-            )
+            why = f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
+            why += "optimizer was not given. DeepSpeed puts such float32 copies into the groups "
+            why += "under ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the "
+            why += "copies; use DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with "
+            why += 'torch.autocast, where assignment="layer-wise" spreads the moments of Adam and '
+            why += "LAMB as ZeRO 1 does. Add parameters of the model by add_param_group"
+            raise RuntimeError(why)
         for p, held, name, title in self._homes:
             now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
             # A parameter may have moved within the model, as under pruning: it is searched last.
@@ -338,10 +329,8 @@ class Registry:
                     matches = True
                     skips.update((child, pattern) for child in module.modules())
             if first and not matches:
-                text = (
-                    f"skip_layers: {pattern!r} matches no module; patterns are searched in "
-                    "qualified names (as in model.named_modules()) and class names"
-                )
+                text = f"skip_layers: {pattern!r} matches no module; patterns are searched in "
+                text += "qualified names (as in model.named_modules()) and class names"
                 agree.warn(self._ranks, text)
         self.skipped = {}
         reasons: Reasons = {}

@@ -144,11 +144,10 @@ class KFACMixin(Optimizer):
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
         joined = distributed.is_available() and distributed.is_initialized()
         if joined and kfac.ranks.group is None and distributed.get_world_size() > 1:
-            raise RuntimeError(
-                f"Invalid process group: its {distributed.get_world_size()} ranks joined after the "
-                "optimizer was built, so the optimizer would exchange nothing; build the optimizer "
-                "after init_process_group()"
-            )
+            why = f"Invalid process group: its {distributed.get_world_size()} ranks joined after "
+            why += "the optimizer was built, so the optimizer would exchange nothing; build the "
+            why += "optimizer after init_process_group()"
+            raise RuntimeError(why)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             why = "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
             why += "which layers are due; run the training step outside of graphs"
@@ -208,11 +207,10 @@ class KFACMixin(Optimizer):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuse ``torch.distributed.algorithms.Join``, which asks its members for a hook."""
-        raise RuntimeError(
-            f"{type(self).__name__} does not work in Join: a rank without data would leave the "
-            "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
-            "drop_last=True"
-        )
+        why = f"{type(self).__name__} does not work in Join: a rank without data would leave the "
+        why += "other ranks waiting; give all ranks equally many batches, by a DistributedSampler "
+        why += "or drop_last=True"
+        raise RuntimeError(why)
 
     @property
     def device(self) -> torch.device:
@@ -369,11 +367,9 @@ class KFACMixin(Optimizer):
             base.stepped.discard(p)
         if anew:
             names = checkpoint.abridged([repr(layer.name) for layer in anew], between=", ")
-            text = (
-                f"ranks have loaded different parts of the state of {names}, which begin anew on "
-                "all ranks; call consolidate_state_dict() before a save, and load the same state "
-                "on all ranks"
-            )
+            text = f"ranks have loaded different parts of the state of {names}, which begin anew "
+            text += "on all ranks; call consolidate_state_dict() before a save, and load the same "
+            text += "state on all ranks"
             agree.warn(self.preconditioner.ranks, text)
 
     # ---- copies ----

@@ -472,11 +472,6 @@ class Hyperparameters:
         self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)
         self.moves = self._alone and self.pending
 
-    def scheduled_intervals(self, step: int) -> dict[str, int]:
-        """Return the values of scheduled intervals in the next step, for ranks to compare."""
-        names = [name for name in _INTERVALS if name in self.schedules]
-        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
-
 
 def refuse_name(owner: object, name: str, value: Any) -> None:
     """Refuse to set an option of groups, an option that is fixed, or a misspelled name."""

@@ -137,9 +137,8 @@ class Preconditioner(Answers):
     def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> bool:
         """Take one step with the ``base``'s part in it; return whether ranks exchanged numbers."""
         if groups is None:  # users of kfac-pytorch call it
-            raise TypeError(
-                "optimizer.step() calls preconditioner.step() itself; leave out the call"
-            )
+            why = "optimizer.step() calls preconditioner.step() itself; leave out the call"
+            raise TypeError(why)
         hyperparameters, registry = self.hyperparameters, self.registry
         if hyperparameters.known != [group.get(name) for group in groups for name in PER_GROUP]:
             hyperparameters.read(groups, self.steps)
@@ -438,8 +437,11 @@ class Preconditioner(Answers):
                     # 1 as 1.0: equal numbers must have equal texts
                     value = float(value) if is_real(value) else value
                     values[f"{name} of parameter group {i}"] = value
-        values |= {"steps": self.steps} | {n: self.hyperparameters.values[n] for n in SHARED}
-        values |= self.hyperparameters.scheduled_intervals(self.steps + 1)
+        parameters = self.hyperparameters
+        values |= {"steps": self.steps} | {name: parameters.values[name] for name in SHARED}
+        for name in parameters.in_force:
+            if name in parameters.schedules:
+                values[f"{name} of the next step"] = parameters.upcoming(name, self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
@@ -515,7 +517,8 @@ class Preconditioner(Answers):
         self.capture.break_off()
         if self.sums.passes:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
-        self.sums.clear()
+        self.sums.of_layer.clear()
+        self.sums.passes.clear()
 
     # ---- loading ----
 

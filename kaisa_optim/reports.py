@@ -128,11 +128,10 @@ class Answers:
         group, values = self.groups.of[layer], list[Tensor]()
         for label, side in zip("GA" if layer.turned else "AG", (group.a, group.g), strict=True):
             if layer not in side.owned:
-                raise KeyError(
-                    f"this rank lacks factors of layer {name!r}: {label} is on rank "
-                    f"{registry.owner(layer, side.name)}; ask on that rank. colocate_factors=True "
-                    "puts A and G on one"
-                )
+                why = f"this rank lacks factors of layer {name!r}: {label} is on rank "
+                why += f"{registry.owner(layer, side.name)}; ask on that rank. "
+                why += "colocate_factors=True puts A and G on one"
+                raise KeyError(why)
             values.append(side.averages["average"][side.owned[layer]])
         a, g = reversed(values) if layer.turned else values
         return a, g
@@ -147,7 +146,9 @@ class Answers:
         for group in self.groups.all:
             for name, tensor in group.all_tensors():
                 usage[kinds[name]] += tensor.nbytes
-        return {**usage, "total": usage.total(), "pending": self.sums.bytes()}
+        uses = [x for sums in self.sums.of_layer.values() for x in (sums, sums.crossed) if x]
+        pending = sum([t.nbytes for x in uses for t in (x.a, x.g) if t is not None])
+        return {**usage, "total": usage.total(), "pending": pending}
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.

@@ -133,10 +133,8 @@ class _Hook:
 def refuse_data_parallel(module: nn.Module) -> None:
     """Refuse nn.DataParallel, and the copies of a model that it makes."""
     if isinstance(module, nn.DataParallel) or getattr(module, "_is_replica", False):
-        why = (
-            "nn.DataParallel runs copies of the model in threads, which K-FAC does not read; use "
-            "DistributedDataParallel, with one process for each device"
-        )
+        why = "nn.DataParallel runs copies of the model in threads, which K-FAC does not read; use "
+        why += "DistributedDataParallel, with one process for each device"
         raise invalid_because("model", why)
 
 
@@ -437,11 +435,10 @@ class Capture:
         if call is not None and gathers:
             if covers[0] and layer.reads_dense_only and (x.is_nested or x.layout != torch.strided):
                 kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-                raise TypeError(
-                    f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
-                    "not read; give it a padded or dense one, or build the optimizer with "
-                    f"skip_layers=[{layer.name!r}]"
-                )
+                why = f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
+                why += "not read; give it a padded or dense one, or build the optimizer with "
+                why += f"skip_layers=[{layer.name!r}]"
+                raise TypeError(why)
             self.tapped = True
             call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)

@@ -6,7 +6,6 @@ taken as it is.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,14 +98,6 @@ class FactorSums:
     def drop(self, layer: Layer) -> None:
         self.of_layer.pop(layer, None)
         self.passes.pop(layer, None)
-
-    def clear(self) -> None:
-        self.of_layer.clear()
-        self.passes.clear()
-
-    def bytes(self) -> int:
-        uses = [x for sums in self.of_layer.values() for x in (sums, sums.crossed) if x]
-        return sum([t.nbytes for x in uses for t in (x.a, x.g) if t is not None])
 
     def terms(self, passes: Iterable[ForwardPass] | None = None) -> float:
         """Return K: how many terms the loss of this rank averages, for all layers alike.
@@ -253,8 +244,8 @@ def update(
             traces = torch.where(finite & (traces > least(traces.dtype)), traces, 1.0)
             divisors = _for_each(traces, values)
             of_g = [i for i, x in enumerate(layers) if (sides[i].name == "g") != x.turned]
-            if of_g:
-                matrices = [values[i] for i in of_g]
+            matrices = [values[i] for i in of_g]
+            if matrices:
                 torch._foreach_div_(matrices, [divisors[i] for i in of_g])
                 torch._foreach_mul_(matrices, [float(sides[i].key.size) for i in of_g])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
@@ -263,12 +254,11 @@ def update(
             for value, broken in zip(values, _for_each(~finite, values), strict=True):
                 value.masked_fill_(broken, 0)
         seen = [plan.seen[plan.sections[layer.number]] for layer in layers]
-        taken = finite
-        if not all(itertools.chain.from_iterable(seen)):
-            flags: list[bool] = []  # for each block, whether some rank has rows of its section
-            for count, sections in zip(blocks, seen, strict=True):
-                for flag in sections:
-                    flags += [flag] * (count // len(sections))
+        taken, flags = finite, list[bool]()  # of each block: some rank has rows of its section
+        for count, sections in zip(blocks, seen, strict=True):
+            for flag in sections:
+                flags += [flag] * (count // len(sections))
+        if not all(flags):
             taken = finite & sent(torch.tensor(flags, device="cpu"), like.device)
         # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
         mass, decays = torch.cat(weights), [decay_of[layer] for layer in layers]

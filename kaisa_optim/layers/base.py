@@ -217,11 +217,9 @@ class Layer:
         elif fits:
             stride = max(2, round(min(1 / fraction, 1e9)))
         else:
-            must = (
-                f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
-                f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
-                "name a dimension that both have alike, or None"
-            )
+            must = f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
+            must += f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
+            must += "name a dimension that both have alike, or None"
             raise invalid("example_dim", dim, must)
         # Not modulo the stride: if there are fewer examples, each must be read equally often.
         start = turn % min(count, stride)
@@ -267,10 +265,9 @@ class Layer:
     def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
         # A call may see some of the blocks, and one block of inputs may stand for all.
         if rows.dim() != 4 or rows.shape[3] != features or rows.shape[0] > self.blocks:
-            why = (
-                f"{tuple(rows.shape)} in layer {self.name!r}; it must return rows [blocks, batch, "
-                f"positions, features], here [{self.blocks}, batch, positions, {features}]"
-            )
+            why = f"{tuple(rows.shape)} in layer {self.name!r}; it must return rows [blocks, "
+            why += f"batch, positions, features], here [{self.blocks}, batch, positions, "
+            why += f"{features}]"
             raise invalid_because(f"{type(self).__name__}.{method}", why)
 
     def input_moment(
@@ -354,9 +351,8 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     """
     classes = [m for m in modules if isinstance(m, type) and issubclass(m, nn.Module)]
     if not modules or len(classes) < len(modules):
-        raise TypeError(
-            f"register_layer needs module classes, not {modules!r}: @register_layer(ModuleClass)"
-        )
+        why = f"register_layer needs module classes, not {modules!r}: @register_layer(ModuleClass)"
+        raise TypeError(why)
 
     def register(kind: K) -> K:
         if not (isinstance(kind, type) and issubclass(kind, Layer)):
@@ -365,10 +361,9 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
         # A kind that overrides one of these needs no rows, makes layers of another class, or none.
         instead = "moments", "layers_of", "unsupported", "input_moment"
         if lacking and not any(_overrides(kind, name) for name in instead):
-            raise TypeError(
-                f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows "
-                "[blocks, batch, positions, features]"
-            )
+            why = f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows [blocks, "
+            why += "batch, positions, features]"
+            raise TypeError(why)
         _KINDS.update(dict.fromkeys(classes, kind))
         return kind
 
@@ -386,10 +381,8 @@ def take_sizes(layer: Layer) -> None:
     layer.sections = layer.blocks if layer.sectioned else 1
     wanted = (layer.blocks * layer.outputs, *layer.in_shape)
     if shape != wanted and not _overrides(kind, "weight_view"):
-        why = (
-            f"outputs and in_shape say {wanted}, the weight is {shape}; "
-            "set those that it has, or override weight_view"
-        )
+        why = f"outputs and in_shape say {wanted}, the weight is {shape}; set those that it has, "
+        why += "or override weight_view"
         raise invalid_because(f"{kind.__name__} of {layer.name!r}", why)
 
 
