@@ -151,7 +151,6 @@ class Account:
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Names of the layers that are trained."""
         return frozenset(layer.name for layer in self.active)
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:

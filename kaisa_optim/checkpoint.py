@@ -72,11 +72,10 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             del state[p][key]
         if not state[p]:
             del state[p]
-    begun: list[Tensor] = []
+    every, begun = registry.group_of, list[Tensor]()
     if only is not None:
-        begun = [p for p in registry.group_of if p in only]
-    elif stale or len(counts) < len(registry.group_of):  # in most steps, all have the count
-        every = registry.group_of
+        begun = [p for p in every if p in only]
+    elif stale or len(counts) < len(every):  # in most steps, all have the count
         begun = [p for p in every if p.grad is not None or state.get(p) or p in stale]
     # torch.distributed.checkpoint refuses a save in which only some parameters have an entry: give
     # each the count, covered or not.

@@ -331,7 +331,6 @@ class Shards:
     def add(
         self, layers: list[Layer], group_of: Mapping[Layer, Group], share_of: ShareOf
     ) -> list[Group]:
-        """Add a chunk of layers; return its groups."""
         groups = [*dict.fromkeys(group_of[x] for x in layers)]
         owned = [group for group in groups if group.applied]
         whole: dict[Tensor, tuple[ParameterStack, int]] = {}

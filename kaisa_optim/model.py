@@ -244,7 +244,6 @@ class Registry:
         return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
 
     def owner(self, layer: Layer, side: str) -> int:
-        """Return the rank that owns a factor."""
         placement = self.placements[layer.name]
         return placement.a if side == "a" else placement.g
 

@@ -110,7 +110,6 @@ class KFACMixin(Optimizer):
             self._group_schedules,
             step_of_base.length(),
             known,
-            self._kfac_options.process_group,
             self._base.__name__ if compare else None,
         )
         self.base_part = step_of_base(self)

@@ -382,7 +382,6 @@ class Options(_Record):
 
     @property
     def strategy(self) -> WorkAssignment:
-        """The assignment that both arguments name."""
         return choose(self.assignment, self.grad_worker_fraction)
 
     @property
@@ -418,7 +417,6 @@ class Hyperparameters:
         # Several ranks must not take an interval at once: they compare both in an exchange, and
         # would else hold exchanges in other steps.
         self.pending |= name in _INTERVALS
-        self.moves = self._alone and self.pending
         return name == "statistics_fraction" or (self._alone and name in _INTERVALS)
 
     def _settle(self, name: str, value: Any) -> None:
@@ -470,7 +468,6 @@ class Hyperparameters:
         self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
         # Other intervals may come: on several ranks with the next exchange, else in any step.
         self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)
-        self.moves = self._alone and self.pending
 
 
 def refuse_name(owner: object, name: str, value: Any) -> None:

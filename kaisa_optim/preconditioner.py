@@ -62,14 +62,13 @@ class Preconditioner(Answers):
         group_schedules: list[dict[str, Callable[[int], Any]]],
         length: Length,
         known: Iterable[Tensor] = (),
-        process_group: Any = None,
         base: str | None = None,
     ) -> None:
         # ``base`` names the base: without a name, ranks compare in the first step only, so that one
         # rank may build alone.
         self.model, self.options, self._base = model, options, base
         self.ranks = Ranks(
-            process_group,
+            options.process_group,
             bucket_cap_mb=options.bucket_cap_mb,
             comm_dtype=options.comm_dtype,
             device=next((p.device for p in model.parameters()), None),
@@ -167,7 +166,7 @@ class Preconditioner(Answers):
         # Before any work that may fail: passes that an error left here would count in the next K.
         self.sums.of_layer.clear()
         self.sums.passes.clear()
-        if works or self.rule.reads_damping:
+        if works or not self.rule.damps:  # else the state has the damping
             # After the exchange: a rank that raised before it would leave the others waiting.
             self.damping_of = registry.values("damping", groups)
         if works:
@@ -185,7 +184,7 @@ class Preconditioner(Answers):
             if hyperparameters.pending:
                 hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif works or hyperparameters.moves:
+        elif works or (hyperparameters.pending and self.status.alone):
             self._choose()
         elif self.steps == slot.number:
             self.capture.arm(slot.gathers, registry.missing, slot.sample)
@@ -306,12 +305,11 @@ class Preconditioner(Answers):
         each = [*sums.of_layer.values()]
         rows = [0.0] * (registry.sections[-1].stop if layers else 0)
         crossed = rows.copy()
-        for layer, at in zip(layers, registry.sections, strict=True):
-            of_layer = sums.of_layer.get(layer)
-            if of_layer is not None:
-                rows[at] = of_layer.count
-                if of_layer.crossed is not None:
-                    crossed[at] = of_layer.crossed.count
+        for layer, of_layer in sums.of_layer.items():
+            at = registry.sections[layer.number]
+            rows[at] = of_layer.count
+            if of_layer.crossed is not None:
+                crossed[at] = of_layer.crossed.count
         deferred = [layer for layer in layers if registry.states[layer.name].deferred]
         checksum = self.status.checksum(common) if common else 0
         devices = {device for device, _ in self.groups.places}
@@ -401,7 +399,7 @@ class Preconditioner(Answers):
     def _choose(self) -> None:
         # Look up the next step that gathers or refreshes; arm the hooks if its passes come next.
         parameters, number, registry = self.hyperparameters, self.steps, self.registry
-        if parameters.moves:
+        if parameters.pending and self.status.alone:
             parameters.take_intervals(number)
         gathering, refreshing = parameters.in_force.values()
         late = bool(registry.late)
@@ -582,7 +580,6 @@ class Preconditioner(Answers):
 
 
 def make_rule(options: Options, length: Length) -> Rule:
-    """Return the rule that the options ask for."""
     dtype = options.inv_dtype
     if options.compute_method == "polar":
         return rules.PolarRule(dtype, length)

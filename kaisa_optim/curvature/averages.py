@@ -56,7 +56,6 @@ class FactorSums:
     def add(
         self, layer: Layer, covers: tuple[bool, bool], moments: Moments, *, drawn: bool
     ) -> None:
-        """Add one pass through a layer."""
         primary = layer.primary
         sums = self.of_layer.get(primary)
         if sums is None or sums.covers != covers:

@@ -28,13 +28,12 @@ class Rule(ABC):
     sizes: Sizes  # the tensors that it keeps and sends
     work: Work  # its operations, which plans price
     scale_free = False  # a scale of the loss changes nothing
-    damps = True  # :meth:`solve` adds damping to the factors
+    damps = True  # :meth:`solve` adds damping to the factors; else :meth:`apply` reads it
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     largest = math.inf  # number in a state that is no fault
     makes_directions = False  # new gradients are directions of steps
     length: Length | None = None  # which gives these their length
     renews = False  # some tensors follow from new state, by :meth:`renew`
-    reads_damping = False  # new gradients go by the damping of their step
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
@@ -131,7 +130,6 @@ class EigenRule(Rule):
     sizes = Sizes((values, TensorSpec("vectors", "eigenvectors", "basis")))
     damps = False
     quality = "condition"
-    reads_damping = True
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         return (factors.clamp(min=0),) if diagonal else products.eigendecompose(factors)

@@ -46,7 +46,7 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
-    """Return L M R, ``[k, g, a]``; a side ``[k, n]`` is diagonal, and ``None`` the identity.
+    """Return L M R, ``[k, g, a]``, of square L and R; ``[k, n]`` is a diagonal, None the identity.
 
     Sides in half precision are multiplied with M rounded to it; the result has M's dtype.
     """
@@ -54,17 +54,9 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     a = right if right is not None and right.dim() == 3 else None
     side = a if g is None else g
     product = middle if side is None else middle.to(side.dtype)
-    if g is not None and a is not None:
-        # The cheaper order goes by shapes alone, so that all ranks round alike.
-        _, rows, columns = middle.shape
-        right_first = rows * a.shape[2] * (columns + g.shape[1])
-        if right_first < g.shape[1] * columns * (rows + a.shape[2]):
-            product = torch.bmm(g, torch.bmm(product, a))
-        else:
-            product = torch.bmm(torch.bmm(g, product), a)
-    elif g is not None:
+    if g is not None:  # first on all ranks: in the other order, products would be rounded otherwise
         product = torch.bmm(g, product)
-    elif a is not None:
+    if a is not None:
         product = torch.bmm(product, a)
     product = product.to(middle.dtype)
     if left is not None and g is None:
