@@ -66,8 +66,7 @@ def rounds(
         lists.append([*chunks(in_turn(turns), lambda item: item.size, limit)])
     divided: list[Round] = []
     for number in range(max(map(len, lists), default=0)):
-        # A group whose copies have all been sent takes part with an empty bucket, since a round is
-        # one collective of all ranks.
+        # A group without copies left takes part with an empty bucket: a round is one collective.
         buckets = []
         for (members, _), copies in zip(groups, lists, strict=True):
             buckets += [Bucket(copies[number] if copies[number:] else [], members, world)]
@@ -195,8 +194,7 @@ class Account:
         refreshing = schedule.refresh_slots(factor_update_steps, inv_update_steps).values()
         sums = [self.sums(names) for names in gathering]
         state = [self.state(names) for names in refreshing]
-        # Ranks learn of a refresh in the next exchange. A refresh is told once, and an exchange
-        # tells of each layer once.
+        # The next exchange tells of a refresh, and tells of each layer once.
         plain, exchanging = self.status(()), len(gathering) / factor_update_steps
         answers = (self.status(self.names) - plain) * min(1 / inv_update_steps, exchanging)
         steps = []

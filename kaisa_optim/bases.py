@@ -545,8 +545,7 @@ def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
     if base in (Adam, AdamW):
         tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
         return AnyStep if defaults["amsgrad"] or tensors else AdamStep
-    # Look up the class itself: a subclass of SGD may have a step of its own, which counts as any
-    # other base's.
+    # Look up the class itself: a subclass of SGD may have another step than SGD's.
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
     return kinds.get(base, AnyStep)
 

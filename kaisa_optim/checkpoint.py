@@ -63,8 +63,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     loaded state.
     """
     count, registry = kfac.step_count, kfac.registry
-    # Another count is of an earlier layout. All tensors of that layout go: a layer may be gone, and
-    # its tensors would stay in every save.
+    # Another count is of an earlier layout, whose tensors all go: else every save would have them.
     counts = [(p, x[STEP]) for p, x in state.items() if isinstance(x, dict) and STEP in x]
     stale = {p for p, former in counts if former is not count}
     for p in stale:
@@ -77,8 +76,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
         begun = [p for p in every if p in only]
     elif stale or len(counts) < len(every):  # in most steps, all have the count
         begun = [p for p in every if p.grad is not None or state.get(p) or p in stale]
-    # torch.distributed.checkpoint refuses a save in which only some parameters have an entry: give
-    # each the count, covered or not.
+    # torch.distributed.checkpoint refuses a save unless all parameters have an entry: the count.
     for p in begun:
         state[p][STEP] = count
     for layer in registry.active:
@@ -276,8 +274,7 @@ class Load:
             same = flags.convention == _convention(kfac)
             pairs = zip(layer.trained, flags.covers, strict=True)
             known = any(flags.covers) and all(trained or not saved for trained, saved in pairs)
-            # A wholly frozen layer takes the saved covers, too: it keeps its factors until it
-            # trains again, as in the saved run.
+            # A wholly frozen layer takes the saved covers, and keeps its factors, as in that run.
             if same and known and layer.covers_now() in (flags.covers, (False, False)):
                 self._saved[layer] = entry, flags
 

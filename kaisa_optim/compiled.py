@@ -29,9 +29,8 @@ ShareOf = Callable[[Sequence[Group]], Share]
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
 _AT_ONCE = 1 << 25  # numbers of the groups that are stepped together
-# A scale of the clip's terms. With a loss of 1e20, gradients are as long, and plain terms would
-# overflow float32. A power of two changes no digit of the clip. Products that become zero by the
-# scale are far below any clip.
+# A scale of the clip's terms. With a loss of 1e20, plain terms would overflow float32. A power of
+# two changes no digit. Products that become zero by the scale are far below any clip.
 _SCALE = 2.0**-64
 
 

@@ -193,8 +193,7 @@ class Registry:
         # The optimizer's parameters of this model, covered or not, with their groups' numbers.
         self.group_of: dict[Tensor, int] = {}
         self._accepted = set(known)  # parameters that are, or were, the model's
-        # The groups' parameters by id, which is safe while they are held here: to hash a tensor is
-        # a call of Python.
+        # The groups' parameters, which are held here, by id: to hash a tensor is a call of Python.
         self._listed: dict[int, Tensor] = {}
         # Each parameter, with the dictionary and the name under which its module holds it.
         self._homes: list[tuple[Tensor, dict[str, nn.Parameter | None], str, str]] = []
@@ -346,8 +345,7 @@ class Registry:
             layers, declined = _layers_of(name, module, claimed)
             candidates += layers
             reasons |= declined
-        # Set after the reasons of modules, which tell more, and before layers claim their weights:
-        # a part of a matrix has no factors.
+        # After the reasons of modules, which tell more, and before layers claim parts of matrices.
         for p in sharding.cut_otherwise(model):
             reasons.setdefault(p, _CUT)
         for p in self.group_of:

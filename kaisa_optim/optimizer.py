@@ -65,8 +65,7 @@ class KFACMixin(Optimizer):
             why = f"an object of type {type(wrong).__name__}; K-FAC hooks the model's layers: pass "
             why += f"the nn.Module first, as {title}(model, ...), or as model="
             raise invalid_because("model", why)
-        # The class that is built next may stand before the base, and a base with **kwargs may know
-        # more names than its signature shows.
+        # The next class may stand before the base, and **kwargs may take more than they show.
         known = inspect.signature(super().__init__).parameters
         of_base = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         if not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
@@ -96,8 +95,7 @@ class KFACMixin(Optimizer):
         if any(group.get("differentiable") for group in self.param_groups):
             why = "True; a K-FAC step can't be differentiated, leave it False"
             raise invalid_because("differentiable", why)
-        # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
-        # and skip instead.
+        # A fused base would get scaled gradients and infinities: GradScaler must unscale and skip.
         self._step_supports_amp_scaling = False
         if self._kfac_options.grad_worker_fraction == options.AUTO:
             from .tools import automatic  # a plan is made for this option alone
@@ -164,8 +162,7 @@ class KFACMixin(Optimizer):
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
             checkpoint.publish(kfac, self.state)
             self._published = kfac.groups.compilations, len(self.state)
-            # The step has made, or changed, entries. Without this, the facts of the next step would
-            # differ, and each step compile anew.
+            # The step has made or changed entries: without this, each step would compile anew.
             if kfac.groups.facts is not None:
                 kfac.groups.facts = base.facts(kfac.groups.plan)
             if exchanged and not all([x.has_average for x in kfac.registry.states.values()]):

@@ -64,8 +64,7 @@ class Preconditioner(Answers):
         known: Iterable[Tensor] = (),
         base: str | None = None,
     ) -> None:
-        # ``base`` names the base: without a name, ranks compare in the first step only, so that one
-        # rank may build alone.
+        # Without a name of the ``base``, ranks compare in the first step only: one may build alone.
         self.model, self.options, self._base = model, options, base
         self.ranks = Ranks(
             options.process_group,
@@ -334,8 +333,7 @@ class Preconditioner(Answers):
 
     def refresh(self) -> None:
         """Let owners decompose due factors, and gradient workers receive the new state."""
-        # After all sums: if an owner decomposed after its first sums, the other ranks would wait
-        # for its terms of the next sums.
+        # After all sums: other ranks would wait for terms of an owner that decomposes in between.
         rule, group_of, registry, work = self.rule, self.groups.of, self.registry, self.work
         damping_of, refreshed = self.damping_of, self.slot.refreshes
         with_average = [(name, x) for name, x in registry.states.items() if x.has_average]
@@ -382,8 +380,7 @@ class Preconditioner(Answers):
     # ---- slots ----
 
     def _aim(self) -> None:
-        # All ranks must note the same late layers, or only some would exchange: read nothing that
-        # one rank knows alone.
+        # Read no rank's own facts: ranks must note the same late layers, or only some exchange.
         registry = self.registry
         registry.missing, registry.late = [], []
         for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):

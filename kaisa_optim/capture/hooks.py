@@ -103,8 +103,7 @@ class Call:
 
 
 class _Hook:
-    # A hook on a module, which calls a method of the capture. It must not keep the capture alive:
-    # the model outlives its optimizers.
+    # Calls a method of the capture, but does not keep it alive: the model outlives optimizers.
     def __init__(self, method: Any, layer: Layer | None = None) -> None:
         self.capture, self.function = weakref.ref(method.__self__), method.__func__
         self.layer = layer  # whose output is all that the hook sees, if any

@@ -209,9 +209,8 @@ def _added(total: Tensor | None, term: Tensor, at: slice, layer: Layer) -> Tenso
 
 def _shares(traces: Tensor) -> Tensor:
     """Return the shares of A₁, G₁, A₂ and G₂ in one product, ``[4, blocks]``, from their traces."""
-    # The layer's sides take a₁ A₁ + g₂ G₂ and g₁ G₁ + a₂ A₂. Their product has the trace of
-    # A₁⊗G₁ + G₂⊗A₂. Its first factor has the trace of A₁, so that a scale of the loss is in the
-    # second factor alone.
+    # The layer's sides take a₁ A₁ + g₂ G₂ and g₁ G₁ + a₂ A₂. Their product has the trace of A₁⊗G₁ +
+    # G₂⊗A₂, the first that of A₁: a scale of the loss is in the second factor alone.
     a1, g1, a2, g2 = (torch.where(x == 0, 1, x) for x in traces)  # divisors; NaN stays
     first, second = traces[:2].sqrt().prod(0), traces[2:].sqrt().prod(0)
     empty = first + second == 0

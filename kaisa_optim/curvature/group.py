@@ -98,8 +98,7 @@ class ParameterStack:
             self.momenta = list(self.momentum.unbind())
         row_of = {id(row): i for i, row in enumerate(self.momenta)}
         former: list[Any] = [entry.get(key) for entry in entries]
-        # An entry may hold another's row: without a copy, the loop below would overwrite it before
-        # it is read.
+        # An entry may hold another's row, which the loop below would overwrite before it is read.
         former = [x.clone() if row_of.get(id(x), i) != i else x for i, x in enumerate(former)]
         # An entry without a momentum gets its row with the first gradient.
         self.fresh = [i for i, momentum in enumerate(former) if momentum is None]

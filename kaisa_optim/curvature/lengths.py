@@ -20,8 +20,7 @@ from .group import Group, blueprints, per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
 
-# The least cosine of a direction with its momentum. Directions that hardly follow the momentum
-# would else be as long as one likes.
+# The least cosine of a direction with its momentum: else a direction across it has no limit.
 _LEAST_COSINE = 0.01
 # A step's root mean square is at most a share of the learning rate, as Muon's is where it takes
 # AdamW's rates, and a share of the weights' own: without the second, an autoencoder of digits ends
@@ -59,9 +58,8 @@ class Share:
         self.layers = [layer for group in groups for layer in group.layers]
         self.like, self.sizes = groups[0].g.key, [group.count for group in groups]
         self.counts = [layer.blocks for layer in self.layers]
-        # Places of the weights and of the biases, and numbers of their groups. A layer's weight is
-        # its first parameter, its bias the last. A parameter without a place has -1: the last of
-        # the base's numbers.
+        # Places of the weights and of the biases (a layer's first parameter, and its last), and
+        # numbers of their groups. Without a place, it is -1: the last of the base's numbers.
         first = [x.parameters[0] for x in self.layers]
         last = [x.parameters[-1] for x in self.layers]
         self.places = [[index.get(p, -1) for p in first], [index.get(p, -1) for p in last]]

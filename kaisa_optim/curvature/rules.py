@@ -142,8 +142,7 @@ class EigenRule(Rule):
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         g, a = states(group, "vectors")
         projected = products.between(None if g is None else g.mT, gradients, a)
-        # Both factors may be diagonal. The clip compares new gradients with the former ones, which
-        # a division in place would overwrite.
+        # Both factors may be diagonal. A division in place would overwrite what the clip compares.
         if projected is gradients:
             projected = gradients.clone()
         self._divide(group, projected, damping_of)
@@ -177,8 +176,7 @@ class StoredProductRule(EigenRule):
         new.mul_(group.tensors["scale"].to(new.dtype))
 
 
-# The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
-# needs no root of its own.
+# The outer roots are αI + (1 - α) F̂^-½: this is near F̂^-⅛, and needs no root of its own.
 _KEPT = 0.8
 
 

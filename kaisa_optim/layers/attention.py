@@ -21,8 +21,7 @@ from .base import Layer, register_layer
 class _AttentionMode(TorchFunctionMode):
     """Runs torch's own attention with its calls of ``linear`` tapped."""
 
-    # Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
-    # for other threads or other modules.
+    # Torch's function runs over a copy of its globals: no other thread or module is patched.
 
     def __init__(self, layers: list[Layer], tap: Callable[..., Tensor]) -> None:
         super().__init__()

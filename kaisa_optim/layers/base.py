@@ -22,8 +22,7 @@ from ..linalg.moments import second_moment
 class Part(NamedTuple):
     """Every ``stride``-th example, which a layer's input and output gradient share."""
 
-    # Ranks count alike, and a strided slice is a view. A drawn subset would copy the rows, and take
-    # numbers from the user's generator.
+    # A slice is a view, alike on all ranks. A draw would copy, and take the user's random numbers.
     dim: int = 0  # of the examples
     start: int = 0
     stride: int = 1
@@ -43,8 +42,7 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
-# The fraction that is read, None: by the layer's sides; and how many parts were taken before, since
-# the first example moves on by one.
+# The fraction that is read (None: by the sides), and how often before: the part moves on.
 Sample = tuple[float | None, int]
 # Where no fraction is given, more rows than these are not read, nor than so many for each column of
 # the wider side, but of no fewer examples: on ResNet-8 at batch 1,024 losses ended 2 % lower, in
@@ -88,8 +86,7 @@ class Layer:
     a kind does not set are those of its :meth:`weight_view`.
     """
 
-    # The factors' sizes follow ``covers``: a frozen bias appends no 1, and a frozen weight leaves
-    # the 1 alone in A.
+    # Sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves it alone in A.
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # the papers' normalization divides rows by the positions
@@ -116,8 +113,7 @@ class Layer:
     blocks: int = 1
     in_shape: tuple[int, ...]  # shape of one row of one block, as the weight stores it
     outputs: int  # rows of one block's weight matrix
-    # Modules in which calls with this layer's parameters are watched; empty: the output of its own
-    # module tells all.
+    # Modules in which calls are watched; empty: the output of the layer's own module tells all.
     watched_in: tuple[nn.Module, ...] = ()
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
     tied = False  # the weight has uses in both directions, plain and crossed ones
@@ -239,8 +235,7 @@ class Layer:
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
         diagonal_g = self.size_of("g", covers)[1]
         moment_g = part.weighted(second_moment(g, dtype, diagonal=diagonal_g))
-        # Count the rows of the whole pass, as the weighted moments do: averages of parts and of
-        # whole passes would not mix otherwise.
+        # Count all rows of the pass, as the moments do: else parts and whole passes would not mix.
         rows = batch * part.whole // part.taken * (1 if reduce else positions)
         size, diagonal = self.size_of("a", covers)
         if not covers[0] or x is None or inputs is None:

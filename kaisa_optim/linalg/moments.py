@@ -19,8 +19,7 @@ _PARTS, _ALIGNED = 4, 16  # blocks in which a half is copied, and what their sid
 
 def unit_of(gradient: Tensor) -> Tensor:
     """Return the power of two at or below a gradient's largest magnitude, a float32 scalar."""
-    # Gradients are divided by it before they are squared: the square of 1e-22 is zero in float32.
-    # Powers of two change no digit.
+    # The square of 1e-22 is zero in float32. A division by a power of two changes no digit.
     low, high = torch.aminmax(gradient)
     peak = torch.maximum(high, -low).float().clamp_(_LEAST_UNIT, 1 / _LEAST_UNIT)
     return peak.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)

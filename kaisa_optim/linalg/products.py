@@ -224,8 +224,7 @@ def residual(factors: Tensor, roots: Tensor, damping: Tensor, *, diagonal: bool)
 
 def _residual(lower: Tensor, roots: Tensor) -> Tensor:
     """Return an upper estimate of the spectral norm of S F̂ S - I for F̂ = L Lᵀ, ``[k]``."""
-    # It is at most n^¼ times the norm. S L is nearly orthogonal. S F̂ would be rounded far more, by
-    # the condition number of F̂.
+    # At most n^¼ times the norm. S L is nearly orthogonal, and S F̂ would be rounded far more.
     turn = torch.bmm(roots, lower)
     error = torch.bmm(turn, turn.mT)
     error.diagonal(dim1=1, dim2=2).sub_(1)
@@ -234,8 +233,7 @@ def _residual(lower: Tensor, roots: Tensor) -> Tensor:
 
 def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     """Return F̂, or its diagonal, in float64; I for a factor that is zero to its dtype."""
-    # Rounding F̂ to float32 would change its smallest eigenvalues, by a tenth where the condition
-    # number is 1e6.
+    # Rounded to float32, F̂ of condition 1e6 would have its smallest eigenvalues off by a tenth.
     exact = factors if factors.device.type in WITHOUT_DOUBLES else factors.double()
     mean = (exact if diagonal else exact.diagonal(dim1=-2, dim2=-1)).mean(-1)
     # A negative mean must not make a factor definite.

@@ -24,8 +24,7 @@ class Schedule:
     all gather in one step. Steps in ``early`` gather and refresh everything besides.
     """
 
-    # Frozen layers keep their places: no slot may depend on flags that ranks compare only when they
-    # meet there.
+    # Frozen layers keep their places: slots must not depend on flags that are compared in slots.
 
     def __init__(
         self, layers: Sequence[LayerFacts], staggered: bool, early: Sequence[int] = ()
@@ -75,9 +74,8 @@ class Schedule:
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
         """Return the active layers that are refreshed in each slot."""
         # A refresh is in the step that gathers, if its interval is not the shorter one. Whole
-        # shapes are spread by the cost of their refreshes, the costliest first: layers of one shape
-        # gather and refresh together. Only where sums need more than two slots, a shape that costs
-        # more than a slot's share is cut.
+        # shapes are spread by their cost, the costliest first: they gather and refresh together.
+        # Only where sums need more than two slots, a shape that costs more than a share is cut.
         if (gathering, interval) in self._slots:
             return self._slots[gathering, interval]
         count = min(self._count, gathering)
@@ -93,8 +91,7 @@ class Schedule:
             for start, stop in itertools.pairwise(bounds):
                 batch = same[start:stop]
                 batches.append((sum(costs[layer.name] for layer in batch), batch))
-        # The sort must be stable, and ties go by the model's order: else ranks would gather
-        # different layers in one step.
+        # The sort must be stable, in the model's order: else ranks would gather different layers.
         batches.sort(key=lambda batch: -batch[0])
         loads, slots = [0] * count, Slots()
         for cost, batch in batches:
