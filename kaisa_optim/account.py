@@ -107,10 +107,7 @@ def gradient_rounds(
     rank: int,
     limit: int,
 ) -> list[Round]:
-    """Return the rounds in which a rank's row hands out new gradients of layers on one device.
-
-    Content are lists of layers of one shape, which one group steps together.
-    """
+    """Return a row's rounds of new gradients on one device; content are lists of one shape."""
 
     def size(same: Sequence[T]) -> int:  # in bytes on the wire, with terms
         facts = [facts_of(layer) for layer in same]
@@ -209,10 +206,7 @@ class Account:
         return steps
 
     def status(self, answered: Collection[str]) -> int:
-        """Return the bytes of the numbers that ranks agree on, alike on all ranks.
-
-        Owners tell of earlier refreshes of the layers ``answered``.
-        """
+        """Return the bytes of agreed numbers; owners tell of refreshes of layers ``answered``."""
         sections = sum(layer.sections for layer in self.layers)
         single = [number for number in StepReport() if isinstance(number, float)]
         numbers = len(single) + len(self.layers) + 2 * len(answered) + 4 * sections

@@ -56,11 +56,7 @@ class BaseStep:
     # ---- entries ----
 
     def adopt(self, plan: CompiledPlan) -> None:
-        """Take over the entries of the plan's parameters: momenta, counts, second moments.
-
-        The entries get views of the plan's tensors. A rank that only receives the directions of a
-        parameter drops the momentum.
-        """
+        """Take over the entries' momenta (receivers drop them), counts and second moments."""
         plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
             entries, stack.fresh = plan.entries[stack.at], []
@@ -116,11 +112,7 @@ class BaseStep:
         return begun
 
     def facts(self, plan: CompiledPlan) -> list[Any]:
-        """Return what a plan depends on: parameters, their layouts, kept momenta, and entries.
-
-        Which layers have a state is no part of the facts: what changes that sets the plan's facts
-        to None.
-        """
+        """Return what a plan depends on; other layers with a state set the plan's facts to None."""
         groups, entries = self.optimizer.param_groups, [*self.optimizer.state.values()]
         parameters = [p for group in groups for p in group["params"]]
         keys = [self.momentum, "step"] if self.counts else [self.momentum]
@@ -163,10 +155,7 @@ class BaseStep:
     # ---- a step ----
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        """Take gradients into the momenta; leave what directions are made of in the stacks.
-
-        A parameter without a gradient keeps its momentum, and makes no direction.
-        """
+        """Take gradients into the momenta; leave what directions are made of in the stacks."""
         groups, gradients = self.optimizer.param_groups, [p.grad for p in plan.parameters]
         if plan.has_shards:
             gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]
@@ -389,8 +378,7 @@ class LAMBStep(AdamStep):
         self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
     ) -> None:
         if is_sharded(params[0]):  # norms are over all ranks' parts
-            pairs = zip(params, directions, strict=True)
-            directions = [sharded_like(p, x) for p, x in pairs]
+            directions = [sharded_like(p, x) for p, x in zip(params, directions, strict=True)]
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
         directions = [x.to(wide[0].dtype) for x in directions]
         decay, decoupled = group["weight_decay"], bool(group["adam_w_mode"])
@@ -442,10 +430,7 @@ class SGDStep(BaseStep):
 
 
 class AnyStep(BaseStep):
-    """Any other base: it steps by the raw gradient, and the step is taken back.
-
-    Its step says how far the loss is to fall. Its state is kept on all ranks.
-    """
+    """Any other base: its step by raw gradients tells the fall, and is taken back, on all ranks."""
 
     length = FallLength
     measures = False  # before the base's step is known

@@ -169,24 +169,21 @@ def _tensors(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, G
         applied = specs_of(sizes.of_factor, layer.blocks, key[:2], stored, key.dtype)
         parts.append((f"{side}_", side, owned | applied))
     of_gradient = specs_of(sizes.of_gradient, layer.blocks, (g.size, a.size), stored, g.dtype)
-    home = layer.parameters[0]
     for prefix, side, specs in (*parts, ("", "g", of_gradient)):
         source = kfac.registry.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{prefix}{spec.name}"
-            key_of_entry = home, f"{PREFIX}{layer.tag}{name}"
+            key_of_entry = layer.parameters[0], f"{PREFIX}{layer.tag}{name}"
             yield spec, GatherItem(key_of_entry, source, shape, dtype, g.device, views.get(name))
 
 
 def warn_of_share(optimizer: KFACMixin) -> None:
-    """Warn that a state is one rank's share, and name what it lacks.
-
-    torch.distributed.checkpoint saves every rank's share, and gets no warning. A full state is
-    different: of plain tensors, torch takes rank 0's alone.
-    """
+    """Warn that a state is one rank's share, and name what it lacks."""
     kfac = optimizer.preconditioner
     if kfac.status.alone:
         return
+    # torch.distributed.checkpoint saves every rank's share, and gets no warning. A full state is
+    # different: of plain tensors, torch takes rank 0's alone.
     for caller in agree.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
         if module == "torch.distributed.checkpoint.state_dict" and "options" in values:
@@ -209,13 +206,11 @@ def warn_of_share(optimizer: KFACMixin) -> None:
         absent.append(f"the momenta of {abridged(names, between=', ')}")
     if absent:
         # With the number of steps, Python's filter takes each save's text for a new one.
-        warnings.warn(
-            f"state_dict() after {kfac.steps} steps has only rank {kfac.ranks.rank}'s share of the "
-            "state; call consolidate_state_dict(to=rank) on all ranks first, or save all ranks' "
-            f"shares, as torch.distributed.checkpoint does. Missing are {'; '.join(absent)}; and "
-            "the state that K-FAC computes from them",
-            stacklevel=3,
-        )
+        text = f"state_dict() after {kfac.steps} steps has only rank {kfac.ranks.rank}'s share of "
+        text += "the state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
+        text += "ranks' shares, as torch.distributed.checkpoint does. Missing are "
+        text += f"{'; '.join(absent)}; and the state that K-FAC computes from them"
+        warnings.warn(text, stacklevel=3)
 
 
 def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
@@ -353,23 +348,19 @@ class Load:
                 lacking += [layer.name] if layer.name not in lacking else []
         if lacking:
             names = ", ".join(map(repr, lacking))
-            warnings.warn(
-                f"this state lacks the momenta of {names}, or has those of another compute_method "
-                "or base, so these momenta start at zero; to continue a run, build the optimizer "
-                "like the saved one, and on several ranks call consolidate_state_dict() before a "
-                "save",
-                stacklevel=3,
-            )
+            text = f"this state lacks the momenta of {names}, or has those of another "
+            text += "compute_method or base, so these momenta start at zero; to continue a run, "
+            text += "build the optimizer like the saved one, and on several ranks call "
+            text += "consolidate_state_dict() before a save"
+            warnings.warn(text, stacklevel=3)
         if self._anew and not self.is_fresh:
             names = ", ".join(map(repr, self._anew))
             if not kfac.status.alone:
                 names += f", which rank {kfac.ranks.rank} keeps (was it saved without "
                 names += "consolidate_state_dict()?)"
-            warnings.warn(
-                f"the checkpoint has no K-FAC factors of this kind for {names}; K-FAC estimates "
-                "them again, from the next step that gathers on",
-                stacklevel=3,
-            )
+            text = f"the checkpoint has no K-FAC factors of this kind for {names}; K-FAC estimates "
+            text += "them again, from the next step that gathers on"
+            warnings.warn(text, stacklevel=3)
 
 
 # ---- the base's part ----
@@ -387,8 +378,7 @@ def separate(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
     # Torch itself refuses other counts of parameters later, and its text tells more.
     by_index = dict(zip(saved, parameters, strict=False))
     state = dict(loaded["state"])
-    taken = take_entries(state)
-    entries = {by_index[i]: entry for i, entry in taken.items() if i in by_index}
+    entries = {by_index[i]: entry for i, entry in take_entries(state).items() if i in by_index}
     load = optimizer._loaded = Load(optimizer.preconditioner, entries)
     load.check()
     of_base = any("damping" not in group for group in saved_groups)
@@ -408,10 +398,7 @@ def separate(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
 def set_base_state(
     optimizer: KFACMixin, state: dict[str, Any], set_state: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let the base set a loaded state; the base completes a state of an older version.
-
-    A state that lacks keys which the base reads is refused: a step would end in a KeyError.
-    """
+    """Let the base set, and complete, a loaded state; refuse one without keys that it reads."""
     before = {n: optimizer.__dict__[n] for n in state if n in optimizer.__dict__}
     failed: Exception | None = None
     try:

@@ -217,11 +217,9 @@ class Status:
                 why += "ill-conditioned; look for a loss that is not finite and for diverging "
                 why += "activations, raise damping or skip the layer with skip_layers"
                 raise RuntimeError(why)
-            agree.warn(
-                self._ranks,
-                f"{text}; the state before it, at first the identity, stays in use. See whether "
-                "the loss is finite",
-            )
+            text += "; the state before it, at first the identity, stays in use. See whether the "
+            text += "loss is finite"
+            agree.warn(self._ranks, text)
         return list(told)
 
     def note_rows(self, total: StepReport, capture: Capture) -> list[str]:
@@ -255,13 +253,12 @@ class Status:
             state.unseen += 1
             # Layers without an average count as not covered, which the optimizer warns of.
             if state.has_average and state.unseen == _PATIENCE and not capture.was_paused:
-                agree.warn(
-                    self._ranks,
-                    f"layer {name!r} has had a gradient in {_PATIENCE} gathering steps, but no "
-                    "pass went through its module, so older factors stay in use. The weight may be "
-                    "used outside of its module's forward, or its gradient may always be zero; "
-                    "call the module itself, freeze the weight, or name the layer in skip_layers",
-                )
+                text = f"layer {name!r} has had a gradient in {_PATIENCE} gathering steps, but no "
+                text += "pass went through its module, so older factors stay in use. The weight "
+                text += "may be used outside of its module's forward, or its gradient may always "
+                text += "be zero; call the module itself, freeze the weight, or name the layer in "
+                text += "skip_layers"
+                agree.warn(self._ranks, text)
         return names
 
 

@@ -278,8 +278,7 @@ class Registry:
             why += "so no step would change the weight that replaces it; call to_empty, load or "
             why += "initialize the weights, then build the optimizer"
             raise RuntimeError(why)
-        listed = self._listed
-        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
+        for p in [p for group in groups for p in group["params"] if id(p) not in self._listed]:
             why = f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
             why += "optimizer was not given. DeepSpeed puts such float32 copies into the groups "
             why += "under ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the "

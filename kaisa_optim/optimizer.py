@@ -115,11 +115,10 @@ class KFACMixin(Optimizer):
         world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
         if world not in ("", "1") and not joined:
-            agree.warn(
-                kfac.ranks,
-                f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
-                "call torch.distributed.init_process_group() before building model and optimizer",
-            )
+            text = f"WORLD_SIZE is {world}, but there is no process group: this process trains "
+            text += "alone; call torch.distributed.init_process_group() before building model and "
+            text += "optimizer"
+            agree.warn(kfac.ranks, text)
 
     # ---- stepping ----
 
@@ -297,8 +296,7 @@ class KFACMixin(Optimizer):
         # First, since all ranks must know the layers whose momenta they are to send.
         self._settle_load()
         momentum, momenta = self.base_part.momentum, self.momenta()
-        entries = checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
-        self._consolidated = to, entries
+        self._consolidated = to, checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
 
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
@@ -312,8 +310,7 @@ class KFACMixin(Optimizer):
                 # All ranks must answer alike, so nothing here may follow from what this rank keeps.
                 if checkpoint.STEP not in entry or not base.keeps(group, [entry]):
                     continue
-                shape = p.shape if p in stored else (0,)
-                zeros = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                zeros = torch.zeros(p.shape if p in stored else 0, dtype=p.dtype, device=p.device)
                 momenta[p] = entry.get(base.momentum, zeros) if p in stored else zeros
         return momenta
 
@@ -392,8 +389,7 @@ class KFACMixin(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
-            load = self.__dict__.get("_loaded")
-            self._resume(load or checkpoint.Load(self.preconditioner, {}))
+            self._resume(self.__dict__.get("_loaded") or checkpoint.Load(self.preconditioner, {}))
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])

@@ -135,8 +135,9 @@ class Preconditioner(Answers):
     def step(self, groups: list[ParamGroup] | None = None, base: Any = None) -> bool:
         """Take one step with the ``base``'s part in it; return whether ranks exchanged numbers."""
         if groups is None:  # users of kfac-pytorch call it
-            why = "optimizer.step() calls preconditioner.step() itself; leave out the call"
-            raise TypeError(why)
+            raise TypeError(
+                "optimizer.step() calls preconditioner.step() itself; leave out the call"
+            )
         hyperparameters, registry = self.hyperparameters, self.registry
         if hyperparameters.known != [group.get(name) for group in groups for name in PER_GROUP]:
             hyperparameters.read(groups, self.steps)

@@ -192,8 +192,8 @@ class Answers:
                 if layer in side.owned:
                     average = side.averages["average"][side.owned[layer]]
                     state = side.state[groups.sizes.of_factor[0].name][group.slots[layer]]
-                    quality = rule.measure(side.key, average, state, self.damping_of[layer])
-                    measured += quality.tolist()
+                    damping = self.damping_of[layer]
+                    measured += rule.measure(side.key, average, state, damping).tolist()
         for name, values in (("age", ages), (rule.quality, measured)):
             if values:
                 numbers[f"{name}_mean"] = sum(values) / len(values)
@@ -210,10 +210,8 @@ class Answers:
         classes (by default as in torch's cross_entropy) or of features.
         """
         if self.options.kaisa_scaling:
-            raise invalid_because(
-                "normalization",
-                '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
-            )
+            why = '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"'
+            raise invalid_because("normalization", why)
         dim, capture = fisher.dimension(outputs, kind, dim), self.capture
         # A checkpoint may have kept layers that gather from being tapped.
         if capture.gathers or capture.tapped:
@@ -222,7 +220,6 @@ class Answers:
 
 
 def nothing_covered(registry: Registry) -> ValueError:
-    """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
     skipped = registry.skipped
     if skipped:
@@ -235,7 +232,6 @@ def nothing_covered(registry: Registry) -> ValueError:
 
 
 def nothing_captured(step: int) -> RuntimeError:
-    """Return the error for a step that is due for statistics, and has none."""
     return RuntimeError(
         f"step {step} is due for statistics, but no covered layer saw a backward pass. Call "
         ".backward() through this very model once a step, after building the optimizer. If a model "
@@ -275,10 +271,8 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
     ending = " and others" if len(new) > _NAMED else ""
-    agree.warn(
-        ranks,
-        f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{ending}. A "
-        "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "
-        "and the factors leave it out; move such a use into the model's forward, and ignore this "
-        "warning for a penalty or a hook",
-    )
+    text = "a part of these layers' gradients comes from no call that K-FAC sees: "
+    text += f"{named}{ending}. A penalty, a hook on the weight, or a use outside of the model's "
+    text += "forward may add that part, and the factors leave it out; move such a use into the "
+    text += "model's forward, and ignore this warning for a penalty or a hook"
+    agree.warn(ranks, text)

@@ -118,8 +118,7 @@ class _Hook:
         # the model around it, the layer has to look itself whether it was frozen or unfrozen.
         if layer is not None and layer.task == LEAVE and capture._passes.depth:
             get = passes.top_hooks
-            packs_tensors = get is None or get(False) is not None
-            if not packs_tensors:
+            if get is not None and get(False) is None:  # no tensors are packed
                 return None
         return self.function(capture, *args)
 
@@ -429,8 +428,7 @@ class Capture:
             return output
         call, gathers, whole = None, task >= GATHER, checkpointed
         if task != LEAVE:
-            forward_pass = self._passes.current(layer, x)
-            call = Call(self, layer, forward_pass, covers, blocks, outer, task)
+            call = Call(self, layer, self._passes.current(layer, x), covers, blocks, outer, task)
         if call is not None and gathers:
             if covers[0] and layer.reads_dense_only and (x.is_nested or x.layout != torch.strided):
                 kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"

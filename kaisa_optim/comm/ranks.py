@@ -388,8 +388,7 @@ def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     views, start = [], 0
     for tensor in tensors:
-        part = buffer[start : start + tensor.nbytes]
-        views.append(part.view(tensor.dtype).view(tensor.shape))
+        views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += padded(tensor.nbytes)
     return views
 

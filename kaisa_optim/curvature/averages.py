@@ -1,7 +1,6 @@
 """Sums of the passes since the last step, and the running averages that they enter.
 
-Averages have bias correction: x̂ ← x̂ + ((1 - β) / w)(x - x̂), w ← βw + 1 - β; the first value is
-taken as it is.
+With bias correction, x̂ ← x̂ + ((1 - β) / w)(x - x̂) and w ← βw + 1 - β; x̂ begins as the first x.
 """
 
 from __future__ import annotations
@@ -156,10 +155,7 @@ class FactorSums:
                     plain.is_scaled = True
 
     def take(self, chosen: Iterable[tuple[Layer, str, bool]], plan: StepPlan) -> list[Tensor]:
-        """Return this rank's shares of new factors, whose sums over the ranks are the factors.
-
-        ``chosen`` are layers and sides, of plain or crossed uses. Their sums end here.
-        """
+        """Take sums, by layer, side and direction; return this rank's terms of the new factors."""
         total, shares = plan.total, list[Tensor]()
         parts, scales = list[Tensor](), list[float]()
         for layer, side, crossed in chosen:

@@ -64,8 +64,7 @@ class ParameterStack:
         plain = torch.empty_strided(self.shape, self.strides, device="meta")
         self._is_contiguous = plain.is_contiguous()
         # Ids are safe here, since the stack holds the parameters: none is freed and its id reused.
-        ids = tuple(map(id, parameters))
-        self.key = ids, self.dtype, self.device, self.strides, number, keeps
+        self.key = tuple(map(id, parameters)), self.dtype, self.device, self.strides, number, keeps
         self.at = slice(0)  # the parameters' places among all of a plan
         self.is_partial = False  # whether layers cover less than all of it
         self.momentum: Tensor | None = None
@@ -171,10 +170,7 @@ class Group:
         *,
         at_identity: bool,
     ) -> None:
-        """Make the tensors; ``average`` and ``stored`` are dtypes, ``None`` the arithmetic's.
-
-        Averages may begin ``at_identity``, at full weight: the papers correct no bias.
-        """
+        """Make the tensors; ``average`` and ``stored`` are dtypes, ``None`` the arithmetic's."""
         # State is the identity until a refresh: a first root that fails leaves raw directions.
         for side in self.sides:
             start = 0
@@ -185,7 +181,7 @@ class Group:
             side.averages = self._zeros(sizes.of_owner, start, side.key[:2], average)
             side.state = self._zeros(sizes.of_factor, self.count, side.key[:2], stored)
             ones = list(side.state.values())
-            if at_identity and start:
+            if at_identity and start:  # at full weight: the papers correct no bias
                 side.averages["weight"].fill_(1.0)
                 ones.append(side.averages["average"])
             for tensor in ones:
@@ -227,8 +223,7 @@ class Group:
             # without numbers; views of these have the strides and offsets of the copies.
             matrix = torch.empty(layer.blocks, g, a, device="meta")
             parts = layer.parameter_parts(blueprints(layer))
-            views = zip(layer.parameters, parts, layer.matrix_parts(matrix), strict=True)
-            for p, x, y in views:
+            for p, x, y in zip(layer.parameters, parts, layer.matrix_parts(matrix), strict=True):
                 if p in rows:
                     stack, row = rows[p]
                     of_stack = tuple(x.shape), x.stride(), int(x.storage_offset())

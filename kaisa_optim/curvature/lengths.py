@@ -109,8 +109,7 @@ class Share:
         """Return sums over each block of the plan's tensors, or squares, in stacks of this name."""
         total = self.roots.new_zeros(len(self.roots))
         if squares and self._plain:
-            plain = [tensors[i] for i in self._plain]
-            norms = torch._foreach_norm(plain, 2, dtype=self.like.dtype)
+            norms = torch._foreach_norm([tensors[i] for i in self._plain], 2, dtype=self.like.dtype)
             total.index_add_(0, self._plain_blocks, torch.stack(norms).square_())
         parts = zip(self.groups, total.split(self.sizes), self._is_plain, strict=True)
         for group, part, is_plain in parts:

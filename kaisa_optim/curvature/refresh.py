@@ -46,10 +46,7 @@ class Refresher:
     def shifts(
         self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf, reduce: Reduce
     ) -> dict[Key, Tensor]:
-        """Return the damping of each factor's diagonal, ``[blocks]``, if the rule damps factors.
-
-        ``reduce`` adds mean eigenvalues up over the ranks, if owners lack those of other owners.
-        """
+        """Return factors' dampings, ``[blocks]``; ``reduce`` adds up means that owners lack."""
         shifts: dict[Key, Tensor] = {}
         places: dict[Any, list[Layer]] = {}
         for layer in layers if self._rule.damps else ():

@@ -233,8 +233,7 @@ class Layer:
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        diagonal_g = self.size_of("g", covers)[1]
-        moment_g = part.weighted(second_moment(g, dtype, diagonal=diagonal_g))
+        moment_g = part.weighted(second_moment(g, dtype, diagonal=self.size_of("g", covers)[1]))
         # Count all rows of the pass, as the moments do: else parts and whole passes would not mix.
         rows = batch * part.whole // part.taken * (1 if reduce else positions)
         size, diagonal = self.size_of("a", covers)

@@ -110,12 +110,10 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     # Each product has the size of its stack: parts bound the memory.
     at_once = max(1, _AT_ONCE // max(1, rows * columns))
     if len(matrices) > at_once:
-        parts = matrices.split(at_once)
-        return torch.cat([orthogonalized(part, in_half=in_half) for part in parts])
+        return torch.cat([orthogonalized(x, in_half=in_half) for x in matrices.split(at_once)])
     wide = matrices.mT if rows > columns else matrices
     # A norm over the whole stack would make a block's direction depend on its neighbours.
-    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide = wide / norms.clamp_(min=_TINY)
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp_(min=_TINY)
     shorter, longer = wide.shape[1:]
     # Up to a side of 64, CPUs make matrices orthogonal faster in float32.
     in_half = in_half and not (shorter <= _NARROW and wide.device.type == "cpu")

@@ -95,8 +95,7 @@ class WorkAssignment(ABC):
             ranks = grid.workers_of(column)
             layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
             factors = [cost for layer in layers for cost in costs[layer]]  # A, G, A, G, ...
-            loads_of = [load[rank] for rank in ranks]
-            owners = [ranks[i] for i in balance(factors, loads_of)]
+            owners = [ranks[i] for i in balance(factors, [load[rank] for rank in ranks])]
             for layer, a, g in zip(layers, owners[::2], owners[1::2], strict=True):
                 placements[layer] = Placement(a, g)
         return placements

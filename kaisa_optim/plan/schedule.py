@@ -40,10 +40,7 @@ class Schedule:
     def at(
         self, step: int, gathering: int, interval: int, *, late: bool = False
     ) -> tuple[frozenset[str] | None, frozenset[str], int]:
-        """Return the layers that a step gathers and refreshes, and the next step with a slot.
-
-        For the layers to gather, ``None`` says that the step holds no exchange.
-        """
+        """Return layers that gather (None: no exchange) and refresh, and the next step with any."""
         # With ``late`` layers, each interval has one more gathering step. It must move on by a step
         # from interval to interval, so that it meets layers that are used in a fixed rhythm.
         turn, place = divmod(step, gathering)
@@ -68,7 +65,7 @@ class Schedule:
         return due, refreshed, min(coming)
 
     def gathering_slots(self, interval: int) -> Slots:
-        """Return the active layers that gather in each slot."""
+        """Return the layers that gather in each slot."""
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
@@ -125,10 +122,7 @@ class LayerState:
     deferred: bool = False  # owners tell in the next exchange whether the last refresh failed
 
     def reset(self) -> None:
-        """Forget the layer's averages and state: they are estimated anew.
-
-        ``deferred`` stays, since ranks must agree on how many answers they exchange.
-        """
+        """Forget averages and state; ``deferred`` stays: ranks exchange equally many answers."""
         self.has_average = self.has_state = False
         self.missed = self.unseen = 0
         self.elsewhere = 0.0
