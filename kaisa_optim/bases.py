@@ -326,8 +326,7 @@ class AdamStep(BaseStep):
             if present is not None and not present[i]:
                 settings.append(self.idle)
                 continue
-            # One object for all parameters of a kind: the length takes different objects for
-            # different settings, and would make tensors of its numbers.
+            # One object for a kind of parameters: for several, the length makes tensors of numbers.
             if (number, count) not in of_pair:
                 group = groups[number]
                 beta1, beta2 = map(float, group["betas"])
@@ -438,8 +437,7 @@ class AnyStep(BaseStep):
     rated = False  # the rate is in the lengths already
 
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
-        # All ranks know what the base keeps: its entries are on all of them. Before its first step
-        # nobody knows, and :meth:`_steps` asks again.
+        # A base's entries are alike on all ranks. Before its first step, :meth:`_steps` asks again.
         return not any(["exp_avg" in entry for entry in entries])
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:

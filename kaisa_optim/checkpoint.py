@@ -2,8 +2,6 @@
 
 State in other places gets lost: torch.distributed.checkpoint keeps only the entries of parameters.
 It loads into them in place, so that names and shapes must be the same in every step.
-
-A state that is loaded may be of the optimizer's class or of its base's.
 """
 
 from __future__ import annotations
@@ -319,12 +317,10 @@ class Load:
             entry, flags = self._saved.get(layer, ({}, SavedFlags()))
             for spec, item in _tensors(kfac, layer) if entry else ():
                 _, name = item.key
-                if item.tensor is None:
-                    continue  # another rank keeps it
-                if name in entry:
+                if item.tensor is not None and name in entry:
                     # Copy: steps read whole stacks, and would not see a tensor put beside them.
                     item.tensor.copy_(entry[name])
-                else:
+                elif item.tensor is not None:  # else another rank keeps it
                     absent.add(spec.if_absent)
             if not entry or STARTS_ANEW in absent:
                 self._anew.append(layer.name)

@@ -231,8 +231,7 @@ class Groups:
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]
             base.stepped.update(plan.parameters)
-        # Second moments of the base become numbers of the blocks. Those of shards are left to their
-        # measures: owners need the sums of all ranks.
+        # Second moments of the base become numbers of blocks; those of shards need all ranks' sums.
         if any(stack.former is not None for stack in stacks):
             used = [x for share in plan.made for group in share.groups for x, *_ in group.places]
             for stack in used:

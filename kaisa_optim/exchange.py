@@ -104,14 +104,15 @@ class Status:
         report = report._replace(failed=failure is not None)
         # All ranks must send equally long lists: a list's length may follow from the layers, from
         # deferred answers and from sections alone, and never from this rank's passes.
+        fields: list[tuple[str, Any]] = [*zip(report._fields, report, strict=True)]
         numbers: list[float] = []
-        for value in report:
+        for _, value in fields:
             numbers += value if isinstance(value, list) else [value]
         if not self.alone:
             sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             numbers = self._ranks.sum_numbers(sent, f"agreeing on step {number}").tolist()
         totals: dict[str, Any] = {}
-        for name, value in zip(report._fields, report, strict=True):
+        for name, value in fields:
             if isinstance(value, list):
                 totals[name], numbers = numbers[: len(value)], numbers[len(value) :]
             else:

@@ -301,8 +301,7 @@ def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor
 
 
 def _apex_objection(lr: float | Tensor, *lists: list[Tensor]) -> str | None:
-    # Return why apex's kernel cannot take these tensors of one device and dtype, or None. The lists
-    # are of parameters, gradients and both moments.
+    # Return why apex can't step these parameters, gradients and moments of one kind, or None.
     params = lists[0]
     device, dtype = params[0].device, params[0].dtype
     if isinstance(lr, Tensor):
@@ -367,8 +366,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
-    # Yield the lists again, split into parts of one device and one dtype: foreach operations take
-    # mixed lists tensor by tensor, without a word.
+    # Split the lists by device and dtype: foreach takes mixed ones tensor by tensor, unasked.
     groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
     return (bucket for bucket, _ in groups.values())
 

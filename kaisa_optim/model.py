@@ -247,7 +247,6 @@ class Registry:
         return placement.a if side == "a" else placement.g
 
     def shards(self, layer: Layer) -> list[ShardPlaces]:
-        """Return the shards of a layer's covered parameters."""
         parts = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in parts if covered and shards is not None]
 

@@ -78,8 +78,7 @@ class KFACMixin(Optimizer):
         self._kfac_model = model
         self._kfac_options = Options(**{n: v for n, v in kwargs.items() if n in OPTIONS})
         self._group_schedules: list[options.Schedules] = []
-        # This adds all groups. A preconditioner that existed before would be rebuilt for each, and
-        # ranks would compare models that are not complete.
+        # This adds all groups: with a preconditioner, ranks would compare models that lack groups.
         super().__init__(parameters, *args, **of_base)
         self._start()
 
@@ -229,8 +228,7 @@ class KFACMixin(Optimizer):
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                # As the other groups, whose values are those of the last step: a layer may have
-                # its bias in this group and its weight in another.
+                # As the other groups, of the last step: a layer may have its bias in another group.
                 value = value(max(0, self.preconditioner.steps - 1) if is_built else 0)
             param_group[name] = options.check(name, value)
         super().add_param_group(param_group)

@@ -1,7 +1,4 @@
-"""The K-FAC options, each declared once, and the values that change from step to step.
-
-Signatures, checks and documentation are made from the declarations.
-"""
+"""The K-FAC options, declared once for signatures, checks and documents, and their values."""
 
 from __future__ import annotations
 
@@ -464,7 +461,6 @@ class Hyperparameters:
         return self.values[name] if schedule is None else check(name, schedule(step))
 
     def take_intervals(self, step: int) -> None:
-        """Put both intervals into force."""
         self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
         # Other intervals may come: on several ranks with the next exchange, else in any step.
         self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)

@@ -344,10 +344,9 @@ class Preconditioner(Answers):
         layers = [registry.layers[name] for name in work.refresh]
         states = [registry.states[name] for name in work.refresh]
         again = {layer for layer in layers if registry.states[layer.name].failures}
-        reduce = None  # each owner has both means
-        if registry.splits_owners:
-            reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
-        shifts = self.exchange.refresher.shifts(group_of, layers, damping_of, reduce)
+        reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
+        reduce_means = reduce if registry.splits_owners else None  # else each owner has both
+        shifts = self.exchange.refresher.shifts(group_of, layers, damping_of, reduce_means)
         try:
             with stage("decompose"):
                 self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
@@ -545,8 +544,7 @@ class Preconditioner(Answers):
         parts: dict[str, list[bool | None]] = {}
         for layer in self.layers.values():
             state = states[layer.name]
-            # Owners tell what a save had still to tell. Not in the exchange before: there, a rank
-            # that has not loaded must send as many numbers.
+            # Told in the next exchange: in this one, ranks without a load send as many numbers.
             state.deferred = True
             parts[layer.name] = [state.has_average, state.has_state]
             for p in layer.parameters:

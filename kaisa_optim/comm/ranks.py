@@ -137,11 +137,8 @@ class Ranks:
     # ---- on the host ----
 
     def sum_numbers(self, numbers: Tensor, during: str) -> Tensor:
-        """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
-        if self.world == 1:
-            return numbers
-        # An all-reduce works in place: without a copy, a rank that compares its own numbers with
-        # the sums later would compare the sums with themselves.
+        """Return the sums over several ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        # A copy, since all_reduce works in place: ranks compare their own numbers with the sums.
         total = numbers.to(self._host, copy=True)
         with _named(during):
             dist.all_reduce(total, group=self.group)

@@ -88,22 +88,22 @@ class Share:
         self.terms = self.roots.new_empty(len(self.roots), 0)  # of the clip
         # Layers of one block and of whole parameters, whose norms need no copy: their parameters'
         # places in the plan, their blocks, and whether each group's blocks are of such layers.
-        plain, plain_blocks, flags = list[int](), list[int](), list[bool]()
+        self._plain, plain_blocks, flags = list[int](), list[int](), list[bool]()
         for layer, of_layer in zip(self.layers, blocks, strict=True):
             like = blueprints(layer)
             parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
             is_whole = layer.blocks == 1 and parts == [(x.shape, x.stride()) for x in like]
             flags += [is_whole] * layer.blocks
             placed = [index[p] for p in layer.parameters if is_whole and p in index]
-            plain += placed
+            self._plain += placed
             plain_blocks += [of_layer.start] * len(placed)
         rows = torch.tensor(plain_blocks, dtype=torch.long, device="cpu")
-        whole: list[bool | Tensor] = []
+        self._plain_blocks = sent(rows, self.like.device)
+        self._is_plain: list[bool | Tensor] = []
         for of_group in torch.tensor(flags, device="cpu").split(self.sizes):
             is_mixed = of_group.any() and not of_group.all()
-            whole.append(sent(of_group, self.like.device) if is_mixed else bool(of_group[0]))
-        self._plain, self._is_plain = plain, whole
-        self._plain_blocks = sent(rows, self.like.device)
+            is_plain = sent(of_group, self.like.device) if is_mixed else bool(of_group[0])
+            self._is_plain.append(is_plain)
 
     def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
         """Return sums over each block of the plan's tensors, or squares, in stacks of this name."""

@@ -107,7 +107,6 @@ def symmetric(matrices: Tensor) -> Tensor:
 
 
 def packed_size(n: int) -> int:
-    """Return how many numbers a packed symmetric ``[n, n]`` matrix has."""
     return n * (n + 1) // 2
 
 

@@ -331,8 +331,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 def multiplies_in_half(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether matrices of this dtype are multiplied with bfloat16 matrices in bfloat16."""
-    # Devices without instructions for bfloat16 emulate it, which takes longer than float32. Float16
-    # has too few exponents for preconditioned gradients.
+    # Emulated bfloat16 takes longer than float32; float16 has too few exponents for gradients.
     off = device.type == "cpu" and not torch._C._get_mkldnn_enabled()
     return dtype == torch.float32 and not off and _multiplies_brain_floats(device)
 

@@ -231,7 +231,6 @@ def assign(
 def loads(
     strategy: WorkAssignment, tasks: Iterable[Task], placements: Mapping[str, Placement], world: int
 ) -> list[float]:
-    """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
     for task in tasks:
         placement = placements[task.name]

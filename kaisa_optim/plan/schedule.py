@@ -65,7 +65,6 @@ class Schedule:
         return due, refreshed, min(coming)
 
     def gathering_slots(self, interval: int) -> Slots:
-        """Return the layers that gather in each slot."""
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
