@@ -437,7 +437,7 @@ class AnyStep(BaseStep):
     rated = False  # the rate is in the lengths already
 
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
-        # A base's entries are alike on all ranks. Before its first step, :meth:`_steps` asks again.
+        # All ranks have the base's entries: none before its first step, so that _steps asks again.
         return not any(["exp_avg" in entry for entry in entries])
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:

@@ -380,7 +380,7 @@ class Preconditioner(Answers):
     # ---- slots ----
 
     def _aim(self) -> None:
-        # Read no rank's own facts: ranks must note the same late layers, or only some exchange.
+        # Read no rank's own facts: if ranks noted other late layers, only some would exchange.
         registry = self.registry
         registry.missing, registry.late = [], []
         for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):
@@ -544,7 +544,7 @@ class Preconditioner(Answers):
         parts: dict[str, list[bool | None]] = {}
         for layer in self.layers.values():
             state = states[layer.name]
-            # Told in the next exchange: in this one, ranks without a load send as many numbers.
+            # Owners tell in the next exchange: in this one, all ranks must send as many numbers.
             state.deferred = True
             parts[layer.name] = [state.has_average, state.has_state]
             for p in layer.parameters:

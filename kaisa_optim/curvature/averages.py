@@ -220,7 +220,7 @@ def update(
     factors: Factors, plan: StepPlan, decay_of: Mapping[Layer, float], *, scale_free: bool
 ) -> None:
     """Take new values of owned factors, of any shapes on one device, into their averages."""
-    layers, sides, values = (list(x) for x in zip(*factors, strict=True))
+    layers, sides, values = map(list, zip(*factors, strict=True))
     like, blocks = sides[0].key, [layer.blocks for layer in layers]
     owned = [(side.averages, side.owned[layer]) for layer, side, _ in factors]
     averages = [tensors["average"][at] for tensors, at in owned]

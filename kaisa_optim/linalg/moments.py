@@ -19,7 +19,7 @@ _PARTS, _ALIGNED = 4, 16  # blocks in which a half is copied, and what their sid
 
 def unit_of(gradient: Tensor) -> Tensor:
     """Return the power of two at or below a gradient's largest magnitude, a float32 scalar."""
-    # The square of 1e-22 is zero in float32. A division by a power of two changes no digit.
+    # Gradients are divided by it: 1e-22 squared is zero in float32. Powers of two keep all digits.
     low, high = torch.aminmax(gradient)
     peak = torch.maximum(high, -low).float().clamp_(_LEAST_UNIT, 1 / _LEAST_UNIT)
     return peak.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
