@@ -142,7 +142,6 @@ class Account:
 
     @functools.cached_property
     def active(self) -> list[LayerFacts]:
-        """The layers that are trained."""
         return [layer for layer in self.layers if not layer.frozen]
 
     @functools.cached_property

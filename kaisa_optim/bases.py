@@ -79,9 +79,10 @@ class BaseStep:
             # A tensor of its own: torch keeps the tensors of a loaded state, and counting in them
             # would change the state that the user still has.
             plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
-            for i, entry in enumerate(plan.entries):
+            plan.steps = list(plan.counts.unbind())
+            for count, entry in zip(plan.steps, plan.entries, strict=True):
                 if "step" in entry:
-                    entry["step"] = plan.counts[i]
+                    entry["step"] = count
 
     def _adopt(self, stack: ParameterStack, entries: Sequence[Entry]) -> None:
         (p, *_) = stack.parameters
@@ -108,7 +109,7 @@ class BaseStep:
             if stack.momenta:
                 entry[self.momentum] = stack.momenta[row]
             if plan.counts is not None:
-                entry["step"] = plan.counts[start + row]
+                entry["step"] = plan.steps[start + row]
         return begun
 
     def facts(self, plan: CompiledPlan) -> list[Any]:

@@ -60,6 +60,7 @@ class CompiledPlan:
         self.entries: list[dict[str, Any]] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
+        self.steps: list[Tensor] = []  # the counts of the entries: facts go by ids, so hold them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
         # Parameters of one kind, which foreach calls take: their group's number, and their places.
@@ -344,7 +345,6 @@ class Shards:
         return groups
 
     def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
-        """Sum this rank's parts over blocks."""
         for layer in self._layers if self._measures else ():
             key = stack_key(layer, "g")
             sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)

@@ -239,7 +239,6 @@ class Registry:
 
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:
-        """Device and dtype of each active layer."""
         return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
 
     def owner(self, layer: Layer, side: str) -> int:

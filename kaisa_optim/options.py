@@ -449,7 +449,6 @@ class Hyperparameters:
         self.note(groups)
 
     def note(self, groups: list[Group]) -> None:
-        """Note the groups' values, which were checked."""
         # A step reads anew unless the groups hold the very same objects: with schedules, none may
         # be noted, or a schedule would stop at its first value.
         is_fixed = not (self.schedules or any(self._group_schedules))

@@ -137,7 +137,9 @@ class Ranks:
     # ---- on the host ----
 
     def sum_numbers(self, numbers: Tensor, during: str) -> Tensor:
-        """Return the sums over several ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
+        if self.world == 1:
+            return numbers
         # A copy, since all_reduce works in place: ranks compare their own numbers with the sums.
         total = numbers.to(self._host, copy=True)
         with _named(during):

@@ -95,7 +95,8 @@ class WorkAssignment(ABC):
             ranks = grid.workers_of(column)
             layers = [layer for layer, chosen in enumerate(columns) if chosen == column]
             factors = [cost for layer in layers for cost in costs[layer]]  # A, G, A, G, ...
-            owners = [ranks[i] for i in balance(factors, [load[rank] for rank in ranks])]
+            loads_of = [load[rank] for rank in ranks]
+            owners = [ranks[i] for i in balance(factors, loads_of)]
             for layer, a, g in zip(layers, owners[::2], owners[1::2], strict=True):
                 placements[layer] = Placement(a, g)
         return placements

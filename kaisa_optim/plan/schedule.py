@@ -68,7 +68,6 @@ class Schedule:
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
-        """Return the active layers that are refreshed in each slot."""
         # A refresh is in the step that gathers, if its interval is not the shorter one. Whole
         # shapes are spread by their cost, the costliest first: they gather and refresh together.
         # Only where sums need more than two slots, a shape that costs more than a share is cut.
