@@ -116,9 +116,6 @@ def test_groups_show_no_setting_that_the_method_does_not_use():
         polar.load_state_dict(states[1])
 
 
-# ---- steps ----
-
-
 @every_base
 def test_steps_lower_the_loss(base):
     model = network()

@@ -1,4 +1,4 @@
-"""What a real torch.optim optimizer owes: groups, hooks, schedulers, closures, scalers, models."""
+"""What a real torch.optim optimizer owes: groups, schedulers, gradients, hooks, models, scalers."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_zero_gradients_change_nothing(method):
     assert_same(values(model), before)
 
 
-# ---- gradients, zero_grad, closures ----
+# ---- gradients and zero_grad ----
 
 
 class Failing(optim.SGD):
