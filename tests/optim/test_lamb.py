@@ -61,12 +61,11 @@ class Reference:
     """The equations in float64, one tensor after another; state is rounded between steps."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
-        self.groups = [{**DEFAULTS, **g, "step": 0} for g in groups]
-        for group in self.groups:
-            group["dtypes"] = [p.dtype for p in group["params"]]
-            group["params"] = [p.detach().double().clone() for p in group["params"]]
-            group["exp_avg"] = [torch.zeros_like(p) for p in group["params"]]
-            group["exp_avg_sq"] = [torch.zeros_like(p) for p in group["params"]]
+        self.groups = [{**DEFAULTS, **g, "step": 0, "rows": []} for g in groups]
+        for group in self.groups:  # a row is a parameter with its moments
+            for p in group["params"]:
+                value = p.detach().double().clone()
+                group["rows"].append([value, torch.zeros_like(value), torch.zeros_like(value)])
 
     def step(self, grads: Grads) -> None:
         flat = [g.double().flatten() for each in grads for g in each if g is not None]
@@ -77,14 +76,11 @@ class Reference:
             clip = norm / limit if limit is not None and limit > 0 and norm > limit else 1.0
             settings = o["lr"], *o["betas"], o["eps"], o["step"], o["bias_correction"]
             more = o["weight_decay"], o["grad_averaging"], o["adam_w_mode"], clip, o["use_nvlamb"]
-            for i, raw in enumerate(group_grads):
-                if raw is None:
-                    continue
-                g = raw.double() * (-1 if o["maximize"] else 1)
-                names = ("params", "exp_avg", "exp_avg_sq")
-                new = moved(g, *(o[name][i] for name in names), *settings, *more)
-                for name, tensor in zip(names, new, strict=False):
-                    o[name][i] = tensor.to(o["dtypes"][i]).double()
+            for row, raw in zip(o["rows"], group_grads, strict=True):
+                if raw is not None:
+                    g = raw.double() * (-1 if o["maximize"] else 1)
+                    new = moved(g, *row, *settings, *more)
+                    row[:] = [tensor.to(raw.dtype).double() for tensor in new[:3]]
 
 
 def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -110,10 +106,11 @@ def random_step(opt: torch.optim.Optimizer, seed: int) -> Grads:
 def compare(opt: LAMB, ref: Reference, tolerance: float = 1e-12) -> None:
     for group, expected in zip(opt.param_groups, ref.groups, strict=True):
         assert group.get("step", 0) == expected["step"]
-        for i, p in enumerate(group["params"]):
-            for name, tensor in {"params": p, **opt.state.get(p, {})}.items():
+        for p, row in zip(group["params"], expected["rows"], strict=True):
+            tensors = [p, *opt.state.get(p, {}).values()]  # in the order of a row
+            for tensor, wanted in zip(tensors, row, strict=False):
                 assert tensor.dtype == p.dtype
-                wanted, actual = expected[name][i], tensor.detach().double()
+                actual = tensor.detach().double()
                 torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -224,7 +221,7 @@ def of_mixed_dtypes(tolerances: float, **options: Any) -> None:
     params = [parameters([s], d)[0] for s, d in zip(SHAPES, dtypes, strict=True)]
     opt, ref = LAMB(params, **options), Reference([{"params": params, **options}])
     ref.step(random_step(opt, 0))
-    for p, expected in zip(params, ref.groups[0]["params"], strict=True):
+    for p, (expected, *_) in zip(params, ref.groups[0]["rows"], strict=True):
         least = 1e-6 if p.dtype == torch.float64 else 0.0
         tolerance = max(least, tolerances, 2 * torch.finfo(p.dtype).eps)
         torch.testing.assert_close(p.detach().double(), expected, rtol=tolerance, atol=0)
