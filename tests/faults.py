@@ -263,7 +263,7 @@ FAULTS = (
           "return torch._foreach_lerp(gradients, momenta, beta)", "return momenta",
           "curvature/test_polar.py -k bases_own"),
     Fault("maximize descends", "bases.py", "        if up:\n", "        if False:\n",
-          "optim/test_conformance.py -k maximizing"),
+          "optim/test_bases.py -k maximizing"),
     Fault("second moments of a plain checkpoint are lost", "bases.py",
           "stack.former = stack.stacked(parts_here(former))", "pass",
           "optim/test_bases.py -k moments_and_counts"),
