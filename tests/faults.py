@@ -144,7 +144,7 @@ FAULTS = (
           "layers/test_kinds.py"),
     Fault("second moments fade in steps without a gradient", "curvature/lengths.py",
           "moved = torch.where(present, moved, older)", "pass",
-          "curvature/test_lengths.py -k without_a_gradient"),
+          "core/test_plan.py -k keeps_all_bits"),
     Fault("second moments that begin late count as after one step", "curvature/lengths.py",
           "moved = torch.where(older > 0, moved, share.measured * adam.all2)", "pass",
           "curvature/test_lengths.py optim/test_bases.py"),

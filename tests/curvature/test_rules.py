@@ -147,34 +147,6 @@ def test_each_layer_has_its_own_damping_from_the_next_refresh_on(rule):
             opt.param_groups[i]["damping"] = 10 * damping
 
 
-def test_projections_into_an_attention_are_blocks_of_their_own():
-    model = seeded(lambda: nn.MultiheadAttention(4, 2, batch_first=True))
-    opt = KFACSGD(model, lr=0.1, damping=0.1)
-    x = normal(3, 5, 4)
-    loss_of(model(x, x.flip(1), x.square(), need_weights=False)[0]).backward()
-    momenta, directions = stepped(opt, model)["in_proj"]
-    raw = torch.cat([model.in_proj_weight.grad, model.in_proj_bias.grad[:, None]], 1)
-    assert_close(momenta, raw.view(3, 4, 5))
-    factors = opt.preconditioner.factors("in_proj")
-    assert_close(directions, expected(*factors, momenta, 0.1, "polar"), 1e-7)
-
-
-@bases
-@pytest.mark.parametrize(("inside", "outside"), [(1, 1), (1, 4), (4, 1), (300, 1), (1, 300)])
-def test_layers_of_one_row_or_column(base, inside, outside):
-    """A vector has one singular value: its direction is the metric's own, of any length."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(inside, outside, bias=False)).double()
-    opt = OPTIMIZERS[base](model, damping=0.1, max_factor_size=400)
-    loss_of(model(normal(8, inside))).backward()
-    with stepped_blocks() as blocks:
-        step = taken(opt, model)["0.weight"]
-    momenta, directions = blocks["0"]
-    (wanted,) = expected(*opt.preconditioner.factors("0"), momenta, 0.1, "polar")
-    for direction in (directions[0], step):
-        assert_close(direction / direction.norm(), wanted / wanted.norm(), 1e-7)
-
-
 @pytest.mark.parametrize("base", ["SGD", "nesterov", "Adam"])
 def test_momenta_are_the_bases_own(base):
     """Of SGD the buffer, with nesterov ∇ + μ times the buffer; of Adam β exp_avg + (1 - β) ∇."""
@@ -211,13 +183,6 @@ def assert_alike(model: nn.Module, other: nn.Module, start: nn.Module, rtol: flo
         assert_close(p - before, other.get_parameter(name) - before, rtol)
 
 
-def mlp(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
-    ).double()
-
-
 def batches(step: int) -> Tensor:
     return normal(6, 4, seed=step)
 
@@ -227,7 +192,7 @@ def batches(step: int) -> Tensor:
 @given(seed=seeds, exponent=st.integers(-6, 6), lr=st.sampled_from([0.003, 0.1]))
 def test_a_scale_of_the_loss_changes_nothing(base, seed, exponent, lr):
     """Adam's eps goes with the loss, and the rate of SGD against it."""
-    start, scale = mlp(seed), 10.0**exponent
+    start, scale = network(seed), 10.0**exponent
     plain, scaled = copy.deepcopy(start), copy.deepcopy(start)
     trained(plain, OPTIMIZERS[base](plain, lr=lr), batches)
     how = {"lr": lr / scale} if base == "SGD" else {"lr": lr, "eps": 1e-8 * scale}
@@ -269,14 +234,14 @@ def test_orders_change_nothing(base, of):
 @bases
 def test_a_momentum_of_zero_gives_no_step(base):
     """Also beside others: nothing reaches the layers before a head of zeros."""
-    model = mlp()
+    model = network()
     nn.init.zeros_(model[2].weight)
     opt = OPTIMIZERS[base](model)
     loss_of(model(batches(0))).backward()
     steps = taken(opt, model)
     assert not steps["0.weight"].any() and not steps["0.bias"].any()
-    assert all(steps[name].any() for name in ("2.weight", "2.bias", "4.weight"))
-    model, opt = (m := mlp()), OPTIMIZERS[base](m)
+    assert steps["2.weight"].any() and steps["2.bias"].any()
+    model, opt = (m := network()), OPTIMIZERS[base](m)
     loss_of(model(batches(0))).mul(0).backward()
     assert not any(step.any() for step in taken(opt, model).values())
     opt.zero_grad()

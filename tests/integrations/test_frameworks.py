@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import assert_near, assert_same, batch, network
+from kaisa_optim import KFACSGD, KFACAdam, with_kfac
+from tests.support.ranks import run
+from tests.support.training import assert_near, assert_same, backward, batch, factors, network
 
 STEPS, SAVED = 6, 4  # a resumed run goes on in the middle of both intervals
 INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*torch.jit", "ignore:.*LeafSpec"),
     pytest.mark.filterwarnings("ignore:.*val_dataloader", "ignore:You're resuming"),
-    pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
 ]
 
 
@@ -43,37 +43,33 @@ def scheduler_of(opt: Any, loop: Loop) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(opt, decay)
 
 
-Loss = Callable[[Any], Tensor]
-
-
-def regression(i: int, micro: int) -> Iterator[Loss]:
-    x, y = batch(i, torch.float32)
-    for part, target in zip(x.chunk(micro), y.chunk(micro), strict=True):
-        yield lambda model, part=part, target=target: F.mse_loss(model(part), target)
-
-
-def by_hand(kind: str, model: nn.Module, loop: Loop, losses: Any) -> Any:
-    """Train in a plain loop; ``losses`` gives those of a step's micro-batches."""
+def by_hand(kind: str, loop: Loop) -> tuple[Any, nn.Module]:
+    """Train in a plain loop."""
+    model = network(dtype=torch.float32)
     opt = OPTIMIZERS[kind](model)
     scheduler = scheduler_of(opt, loop)
     for i in range(STEPS):
         opt.zero_grad()
-        for loss_of in losses(i, loop.micro):
+        parts = (tensor.chunk(loop.micro) for tensor in batch(i, torch.float32))
+        for x, y in zip(*parts, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
-                loss = loss_of(model) / loop.micro
+                loss = F.mse_loss(model(x), y) / loop.micro
             loss.backward()
         if loop.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
         opt.step()
         scheduler.step()
-    return opt
+    return opt, model
+
+
+def rows(first: int = 0) -> Any:
+    data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
+    return torch.utils.data.TensorDataset(*map(torch.cat, zip(*data, strict=True)))
 
 
 def loader(loop: Loop, first: int = 0) -> Any:
     """The rows of the batches, beginning with batch ``first``."""
-    data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
-    rows = torch.utils.data.TensorDataset(*map(torch.cat, zip(*data, strict=True)))
-    return torch.utils.data.DataLoader(rows, batch_size=8 // loop.micro)
+    return torch.utils.data.DataLoader(rows(first), batch_size=8 // loop.micro)
 
 
 # ---- Lightning ----
@@ -82,7 +78,7 @@ def loader(loop: Loop, first: int = 0) -> Any:
 def with_lightning(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
     lightning = pytest.importorskip("lightning")
 
-    class Regression(lightning.LightningModule):
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = network(dtype=torch.float32)
@@ -114,11 +110,11 @@ def with_lightning(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
         precision = "bf16-mixed" if loop.autocast else "32-true"
         return lightning.Trainer(precision=precision, **options, **dict.fromkeys(off, False))
 
-    module = Regression()
+    module = Module()
     if not loop.resumed:
         trainer().fit(module, loader(loop), loader(Loop()))  # with a validation
         return module.opt, module.net
-    trainer(callbacks=[Save()], limit_val_batches=0).fit(Regression(), loader(loop))
+    trainer(callbacks=[Save()], limit_val_batches=0).fit(Module(), loader(loop))
     # Within an epoch it counts on, but takes batches from the loader's beginning.
     rest, saved = loader(loop, first=SAVED), str(path / "part.ckpt")
     trainer(limit_val_batches=0).fit(module, rest, ckpt_path=saved)
@@ -163,40 +159,22 @@ def with_accelerate(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
 # ---- the Trainer of transformers ----
 
 
-def tiny_bert() -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 12, "max_position_embeddings": 8, "num_labels": 3}
-    sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).train()
+class Regression(nn.Module):
+    """A model as the Trainer knows them, which tells its loss."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(dtype=torch.float32)
 
-def sentences() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(20, (8 * STEPS, 6), generator=generator)
-    return [{"input_ids": w, "labels": w.sum() % 3} for w in words]
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.net(x), labels)}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     """Examples in their order: the Trainer has no sampler for it."""
 
     def __iter__(self) -> Any:
-        return iter(sentences())
-
-
-def classification(i: int, micro: int) -> Iterator[Loss]:
-    rows, size = sentences(), 8 // micro
-    for first in range(8 * i, 8 * i + 8, size):
-        part = rows[first : first + size]
-        x = {key: torch.stack([row[key] for row in part]) for key in part[0]}
-        yield lambda model, x=x: model(**x).loss
-
-
-def mean_over_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The mean over an accumulated batch, which most models' own losses leave undivided."""
-    count = len(labels) if num_items_in_batch is None else num_items_in_batch
-    return F.cross_entropy(outputs.logits, labels, reduction="sum") / count
+        return ({"x": x, "labels": y} for x, y in rows())
 
 
 def with_transformers(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
@@ -208,19 +186,18 @@ def with_transformers(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module
         how |= {"max_steps": STEPS, "save_strategy": save_strategy, "save_steps": SAVED}
         how |= {"per_device_train_batch_size": 8 // loop.micro, "max_grad_norm": loop.clip}
         how |= {"gradient_accumulation_steps": loop.micro}
-        model = tiny_bert()
-        opt = OPTIMIZERS[kind](model)
+        model = Regression()
+        opt = OPTIMIZERS[kind](model.net)
         optimizers = opt, scheduler_of(opt, loop)
-        data = {"train_dataset": Stream(), "compute_loss_func": mean_over_all}
         arguments = transformers.TrainingArguments(str(path), **how)
-        return transformers.Trainer(model, arguments, optimizers=optimizers, **data)
+        return transformers.Trainer(model, arguments, optimizers=optimizers, train_dataset=Stream())
 
     driven, saved = trainer("no"), None
     if loop.resumed:
         trainer("steps").train()
         saved = str(path / f"checkpoint-{SAVED}")
     driven.train(resume_from_checkpoint=saved)
-    return driven.optimizer.optimizer, driven.model
+    return driven.optimizer.optimizer, driven.model.net
 
 
 # ---- the numbers of a plain loop ----
@@ -249,14 +226,56 @@ LOOPS: dict[str, tuple[Callable[[str, Path, Loop], tuple[Any, nn.Module]], Loop]
 def test_a_trainer_takes_the_steps_of_a_plain_loop(name, kind, tmp_path):
     trained_with, loop = LOOPS[name]
     opt, model = trained_with(kind, tmp_path, loop)
-    expected, losses = network(dtype=torch.float32), regression
-    if name.startswith("transformers"):
-        expected, losses = tiny_bert(), classification
-    reference = by_hand(kind, expected, loop, losses)
+    reference, expected = by_hand(kind, loop)
     assert opt.preconditioner.steps == reference.preconditioner.steps == STEPS
     assert_near(model, expected, rtol=1e-5, atol=1e-7)
-    for layer in reference.preconditioner.layers:
-        found, wanted = (list(o.preconditioner.factors(layer)) for o in (opt, reference))
-        assert_near(found, wanted, rtol=1e-5, atol=1e-7)
+    assert_near(factors(opt), factors(reference), rtol=1e-5, atol=1e-7)
     if name == "accelerate, resumed":
         assert_same(model, expected)
+
+
+# ---- ZeRO, which spreads a base optimizer's state over ranks, is refused ----
+
+INSTEAD = 'assignment="layer-wise"'
+
+
+def inside(model_given: bool) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = network()
+    more = {"model": model} if model_given else {}
+    try:
+        ZeroRedundancyOptimizer(model.parameters(), KFACAdam, lr=0.1, **more)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_redundancy_around_k_fac_is_refused(world):
+    """Two ranks had different layers, and one rank got no word."""
+    for given in (True, False):
+        for text in run(world, inside, given):
+            assert "ZeroRedundancyOptimizer gives each rank a part" in text and INSTEAD in text
+
+
+def test_zero_redundancy_is_no_base():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfMyOwn(ZeroRedundancyOptimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, torch.optim.SGD, lr=lr)
+
+    for base in (ZeroRedundancyOptimizer, OfMyOwn):
+        with pytest.raises(ValueError, match=f"Invalid base: {base.__name__} .*layer-wise"):
+            with_kfac(base)
+
+
+def test_copies_of_the_weights_in_the_groups_are_refused():
+    """As DeepSpeed puts them there, whether it is installed or not."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    opt.param_groups[0]["params"] = [p.detach().clone() for p in model.parameters()]
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=f"Invalid param_groups: .* under ZeRO .*{INSTEAD}"):
+        opt.step()
