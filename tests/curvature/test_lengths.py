@@ -152,11 +152,13 @@ def check_falls(
                 direction = block.direction / (block.direction * shares).square().mean().sqrt()
                 ahead, fall = fall_of(count, key, block, shares)
                 along = (direction * shares * ahead).sum()
+                least = lengths._LEAST_COSINE * block.root * (ahead * shares.sqrt()).norm()
+                is_across, along = along < least, max(along, least)
                 length = min(fall / along, block.limit(own if by_rate else None) / own)
-                limited += length < fall / along
+                limited += int(length < fall / along)
                 wanted = rates * length * direction + own * decay * block.weights
                 assert_close(block.step, wanted, 1e-7, str(key))
-                if free and not decay:
+                if free and not decay and not is_across:
                     assert_close((block.step * ahead).sum(), own * fall, 1e-7, floor=1e-12)
     return limited
 

@@ -40,7 +40,7 @@ from tests.support.training import (
 ALWAYS = {name: EVERY_STEP | options for name, options in ref.METHODS.items()}
 ALWAYS["polar"] = ANEW
 each_solver = pytest.mark.parametrize("method", ["eigen", "inverse-pi", "polar"])
-LinAlgError = torch.linalg.LinAlgError
+PLANTED = torch.linalg.LinAlgError("planted")
 
 
 class Solvers:
@@ -50,7 +50,7 @@ class Solvers:
         self.seen: list[Tensor] = []
         self.dampings: dict[int, Tensor] = {}  # the last ones, by the factors' size
         self.fails: Callable[[Tensor], bool] = lambda matrices: False
-        self.error: Exception | None = LinAlgError("planted")  # None: not finite
+        self.error: Exception | None = PLANTED  # None: not finite
         for name in ("eigendecompose", "damped_inverse", "inverse_root"):
             monkeypatch.setattr(
                 products, name, functools.partial(self.solve, getattr(products, name))
@@ -264,7 +264,6 @@ def of_cusolver(status: str, call: str) -> RuntimeError:
 
 
 OF_CUSOLVER = of_cusolver("EXECUTION_FAILED", "cusolverDnSsyevd")
-PLANTED = LinAlgError("planted")
 
 
 @each_solver
