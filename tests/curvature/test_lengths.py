@@ -192,6 +192,7 @@ def adams_fall(beta1: float, beta2: float, eps: float, corrected: bool = True) -
     share=st.sampled_from([1.0, 0.25, 3.0]), free=st.booleans(),
 )  # fmt: skip
 def test_adams_fall(rate, size, beta1, beta2, eps, share, free):
+    assume(beta1 > 0 or not free)  # long steps may end where each gradient is zero
     model = Blocks(size)
     groups, how = groups_of(model, rate, rate * share), {"betas": (beta1, beta2), "eps": eps}
     opt = KFACAdam(groups, model=model, lr=rate, **how, **ANEW)
@@ -213,7 +214,7 @@ def test_lambs_fall_with_and_without_bias_correction(corrected):
 def test_sgds_fall(rate, share, size, how, scale):
     """‖M‖², where rates of groups weigh; a loss of 1e4 pulls as far as the limits let it."""
     free = scale is None
-    assume(how or scale == 1.0)  # long steps may end where each gradient is zero
+    assume(how or scale == 1.0)
     model = Blocks(size)
     opt = KFACSGD(groups_of(model, rate, rate * share), model=model, lr=rate, **how, **ANEW)
 
