@@ -31,13 +31,7 @@ from benchmarks import machine
 from benchmarks.applications.vision import torchvision  # before what looks for its operators
 from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.layers import SCALES
-from tests.integrations.test_models import (
-    DECODER,
-    TRANSFORMERS,
-    Loss,
-    losses_of,
-    on_words,
-)
+from tests.integrations.test_models import DECODER, TRANSFORMERS, Loss, losses_of, on_words
 from tests.support.ranks import run
 
 import peft  # isort: skip
@@ -79,9 +73,9 @@ VIDEOS = "mc3_18 mvit_v2_s r2plus1d_18 r3d_18 s3d swin3d_t"
 SIZES = {"maxvit_t": 224, "inception_v3": 96, "vit_b_16": 32}
 
 
-def on_classes(size: int) -> Loss:
+def on_classes(*shape: int) -> Loss:
     def loss(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(torch.randn(4, 3, size, size)), torch.arange(4))
+        return F.cross_entropy(model(torch.randn(shape)), torch.arange(shape[0]))
 
     return loss
 
@@ -99,13 +93,6 @@ def on_pixels(model: nn.Module) -> Tensor:
     return F.cross_entropy(out, torch.randint(5, (2, 64, 64)))
 
 
-def on_videos(size: int) -> Loss:
-    def loss(model: nn.Module) -> Tensor:
-        return F.cross_entropy(model(torch.randn(2, 3, 16, size, size)), torch.arange(2))
-
-    return loss
-
-
 def on_flow(model: nn.Module) -> Tensor:
     frames = torch.randn(2, 1, 3, 128, 128)
     return sum(flow.square().mean() for flow in model(*frames, num_flow_updates=3))
@@ -119,12 +106,9 @@ def from_torchvision() -> Iterator[tuple[str, Network]]:
         size = SIZES.get(name, 64)
         options: dict[str, Any] = {"num_classes": 5}
         options |= {"image_size": 32} if name.startswith("vit") else {}
-        options |= (
-            {"init_weights": False, "aux_logits": False}
-            if name in ("googlenet", "inception_v3")
-            else {}
-        )
-        yield name, Network(made(name, **options), on_classes(size))
+        if name in ("googlenet", "inception_v3"):
+            options |= {"init_weights": False, "aux_logits": False}
+        yield name, Network(made(name, **options), on_classes(4, 3, size, size))
     small = {"min_size": 64, "max_size": 64}
     for name in DETECTORS.split():
         options = {} if name.startswith("ssd") else small
@@ -133,7 +117,7 @@ def from_torchvision() -> Iterator[tuple[str, Network]]:
         yield name, Network(made(name, weights_backbone=None, num_classes=5), on_pixels)
     for name in VIDEOS.split():
         size = 224 if name == "mvit_v2_s" else 64
-        yield name, Network(made(name, num_classes=5), on_videos(size))
+        yield name, Network(made(name, num_classes=5), on_classes(2, 3, 16, size, size))
     yield "raft_small", Network(made("raft_small"), on_flow)
 
 
@@ -158,13 +142,10 @@ def from_timm() -> Iterator[tuple[str, Network]]:
 
 
 def timm_network(name: str) -> Network:
-    size = 64 if timm.models.get_pretrained_cfg(name).fixed_input_size is False else None
-    size = size or timm.models.get_pretrained_cfg(name).input_size[-1]
-
-    def make() -> nn.Module:
-        return timm.create_model(name, num_classes=5)
-
-    return Network(make, on_classes(size))
+    config = timm.models.get_pretrained_cfg(name)
+    size = 64 if config.fixed_input_size is False else config.input_size[-1]
+    loss = on_classes(4, 3, size, size)
+    return Network(lambda: timm.create_model(name, num_classes=5), loss)
 
 
 # ---- transformers and peft
@@ -193,8 +174,7 @@ def from_transformers() -> Iterator[tuple[str, Network]]:
     for name, (model, config, options, loss, _) in TRANSFORMERS.items():
         yield name, Network(hugging(model, config, options), loss)
     known = {model for model, *_ in TRANSFORMERS.values()}
-    mappings = "CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"
-    for mapping in mappings:
+    for mapping in ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
         found = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         for kind, model in sorted(found.items()):
             model = model if isinstance(model, str) else model[0]
@@ -211,10 +191,9 @@ def hugging(model: str, config: str, options: dict[str, Any]) -> Callable[[], nn
 def by_kind(kind: str, model: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         config = transformers.CONFIG_MAPPING[kind]
-        own = {**NAMES}
         attributes = getattr(config, "attribute_map", {})
         # A size has one name in each configuration.
-        own = {name: value for name, value in own.items() if attributes.get(name) not in own}
+        own = {name: size for name, size in NAMES.items() if attributes.get(name) not in NAMES}
         cls = getattr(transformers, model)
         with torch.device("meta"):
             size = sum(p.numel() for p in cls(config(**own)).parameters())
@@ -249,10 +228,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 def from_peft() -> Iterator[tuple[str, Network]]:
     for name, options in ADAPTERS.items():
-        cls = name.partition(",")[0]
-        targets = (
-            {} if "num_virtual_tokens" in options else {"target_modules": ["q_proj", "v_proj"]}
-        )
+        cls, targets = name.partition(",")[0], {"target_modules": ["q_proj", "v_proj"]}
+        targets = {} if "num_virtual_tokens" in options else targets
         yield name, Network(adapted(cls, {**targets, **options}), on_words)
 
 

@@ -51,7 +51,7 @@ class Source:
         self._known: dict[tuple[Place, int], list[str]] = {}
         for path in sorted(folder.rglob("*.py")):
             module = path.relative_to(folder).with_suffix("").as_posix()
-            self.modules[module] = tree = ast.parse(path.read_text())
+            self.modules[module] = tree = joined(ast.parse(path.read_text()))
             self._read(tree, (), module)
         self.calls_of: dict[str, list[tuple[ast.Call, tuple[Function, ...], str]]] = {}
         for found in self.calls:
@@ -189,6 +189,35 @@ class Source:
         for node in ast.walk(function):
             if isinstance(node, ast.Return) and node.value is not None:
                 yield from self.texts(Place(node.value, (function, *around), module), deep + 1)
+
+
+def joined(tree: ast.Module) -> ast.Module:
+    """Join the pieces that statements add to a text one right after the other."""
+    for node in ast.walk(tree):
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list):
+                setattr(node, field, _joined(block))
+    return tree
+
+
+def _joined(block: list[ast.stmt]) -> list[ast.stmt]:
+    statements: list[ast.stmt] = []
+    for x in block:
+        before = statements[-1] if statements else None
+        targets = before.targets if isinstance(before, ast.Assign) else []
+        targets = [before.target] if isinstance(before, ast.AugAssign) else targets
+        if (
+            isinstance(x, ast.AugAssign)
+            and isinstance(x.op, ast.Add)
+            and isinstance(before, ast.Assign | ast.AugAssign)
+            and [ast.unparse(target) for target in targets] == [ast.unparse(x.target)]
+        ):
+            longer = ast.BinOp(before.value, ast.Add(), x.value)
+            before.value = ast.copy_location(longer, before.value)
+        else:
+            statements.append(x)
+    return statements
 
 
 def called(call: ast.Call) -> str:

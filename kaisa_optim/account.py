@@ -14,7 +14,7 @@ from typing import Any
 from .comm.ranks import Bucket, CopyItem, overlaps
 from .plan.assignment import Grid
 from .plan.facts import FactorFacts, LayerFacts, Sizes, T, all_reduced, cargo_bytes, chunks, grouped
-from .plan.schedule import HEAD, Schedule
+from .plan.schedule import Schedule, StepReport
 
 # By kind, "total" too, as the preconditioner's own answers.
 Usage = dict[str, int]
@@ -66,8 +66,7 @@ def rounds(
         lists.append([*chunks(in_turn(turns), lambda item: item.size, limit)])
     divided: list[Round] = []
     for number in range(max(map(len, lists), default=0)):
-        # A group whose copies have all been sent takes part with an empty bucket, since a round is
-        # one collective of all ranks.
+        # A group without copies left takes part with an empty bucket: a round is one collective.
         buckets = []
         for (members, _), copies in zip(groups, lists, strict=True):
             buckets += [Bucket(copies[number] if copies[number:] else [], members, world)]
@@ -108,10 +107,7 @@ def gradient_rounds(
     rank: int,
     limit: int,
 ) -> list[Round]:
-    """Return the rounds in which a rank's row hands out new gradients of layers on one device.
-
-    Content are lists of layers of one shape, which one group steps together.
-    """
+    """Return a row's rounds of new gradients on one device; content are lists of one shape."""
 
     def size(same: Sequence[T]) -> int:  # in bytes on the wire, with terms
         facts = [facts_of(layer) for layer in same]
@@ -146,12 +142,10 @@ class Account:
 
     @functools.cached_property
     def active(self) -> list[LayerFacts]:
-        """The layers that are trained."""
         return [layer for layer in self.layers if not layer.frozen]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """Names of the layers that are trained."""
         return frozenset(layer.name for layer in self.active)
 
     def _chosen(self, names: Collection[str]) -> list[LayerFacts]:
@@ -196,8 +190,7 @@ class Account:
         refreshing = schedule.refresh_slots(factor_update_steps, inv_update_steps).values()
         sums = [self.sums(names) for names in gathering]
         state = [self.state(names) for names in refreshing]
-        # Ranks learn of a refresh in the next exchange. A refresh is told once, and an exchange
-        # tells of each layer once.
+        # The next exchange tells of a refresh, and tells of each layer once.
         plain, exchanging = self.status(()), len(gathering) / factor_update_steps
         answers = (self.status(self.names) - plain) * min(1 / inv_update_steps, exchanging)
         steps = []
@@ -212,12 +205,10 @@ class Account:
         return steps
 
     def status(self, answered: Collection[str]) -> int:
-        """Return the bytes of the numbers that ranks agree on, alike on all ranks.
-
-        Owners tell of earlier refreshes of the layers ``answered``.
-        """
+        """Return the bytes of agreed numbers; owners tell of refreshes of layers ``answered``."""
         sections = sum(layer.sections for layer in self.layers)
-        numbers = HEAD + len(self.layers) + 2 * len(answered) + 4 * sections
+        single = [number for number in StepReport() if isinstance(number, float)]
+        numbers = len(single) + len(self.layers) + 2 * len(answered) + 4 * sections
         return all_reduced(8 * numbers, self.grid.world)
 
     def sums(self, names: Collection[str]) -> list[int]:

@@ -56,11 +56,7 @@ class BaseStep:
     # ---- entries ----
 
     def adopt(self, plan: CompiledPlan) -> None:
-        """Take over the entries of the plan's parameters: momenta, counts, second moments.
-
-        The entries get views of the plan's tensors. A rank that only receives the directions of a
-        parameter drops the momentum.
-        """
+        """Take over the entries' momenta (receivers drop them), counts and second moments."""
         plan.entries = [self.optimizer.state.get(p, {}) for p in plan.parameters]
         for stack in plan.stacks:
             entries, stack.fresh = plan.entries[stack.at], []
@@ -83,9 +79,10 @@ class BaseStep:
             # A tensor of its own: torch keeps the tensors of a loaded state, and counting in them
             # would change the state that the user still has.
             plan.counts = torch.tensor(counts, dtype=torch.float32, device="cpu")
-            for i, entry in enumerate(plan.entries):
+            plan.steps = list(plan.counts.unbind())
+            for count, entry in zip(plan.steps, plan.entries, strict=True):
                 if "step" in entry:
-                    entry["step"] = plan.counts[i]
+                    entry["step"] = count
 
     def _adopt(self, stack: ParameterStack, entries: Sequence[Entry]) -> None:
         (p, *_) = stack.parameters
@@ -112,15 +109,11 @@ class BaseStep:
             if stack.momenta:
                 entry[self.momentum] = stack.momenta[row]
             if plan.counts is not None:
-                entry["step"] = plan.counts[start + row]
+                entry["step"] = plan.steps[start + row]
         return begun
 
     def facts(self, plan: CompiledPlan) -> list[Any]:
-        """Return what a plan depends on: parameters, their layouts, kept momenta, and entries.
-
-        Which layers have a state is no part of the facts: what changes that sets the plan's facts
-        to None.
-        """
+        """Return what a plan depends on; other layers with a state set the plan's facts to None."""
         groups, entries = self.optimizer.param_groups, [*self.optimizer.state.values()]
         parameters = [p for group in groups for p in group["params"]]
         keys = [self.momentum, "step"] if self.counts else [self.momentum]
@@ -163,10 +156,7 @@ class BaseStep:
     # ---- a step ----
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
-        """Take gradients into the momenta; leave what directions are made of in the stacks.
-
-        A parameter without a gradient keeps its momentum, and makes no direction.
-        """
+        """Take gradients into the momenta; leave what directions are made of in the stacks."""
         groups, gradients = self.optimizer.param_groups, [p.grad for p in plan.parameters]
         if plan.has_shards:
             gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]
@@ -189,8 +179,11 @@ class BaseStep:
                 self._begin(stack, plan)
         if self.measures:
             self._measure(plan)
-        missing = [] if present is None else plan.missing(present)
-        resting = [(x, rows, x.momentum[rows]) for x, rows in missing if x.momentum is not None]
+        resting: list[tuple[ParameterStack, list[int], Tensor]] = []
+        for stack in () if present is None else plan.stacks:
+            without = [i for i, flag in enumerate(flags[stack.at]) if not flag]
+            if without and stack.momentum is not None:
+                resting.append((stack, without, stack.momentum[without]))
         for group, stacks in zip(groups, of_group, strict=True):
             new = self.ahead(group, stacks, plan) if stacks else ()
             for stack, tensor in zip(stacks, new, strict=True):
@@ -334,8 +327,7 @@ class AdamStep(BaseStep):
             if present is not None and not present[i]:
                 settings.append(self.idle)
                 continue
-            # One object for all parameters of a kind: the length takes different objects for
-            # different settings, and would make tensors of its numbers.
+            # One object for a kind of parameters: for several, the length makes tensors of numbers.
             if (number, count) not in of_pair:
                 group = groups[number]
                 beta1, beta2 = map(float, group["betas"])
@@ -386,8 +378,7 @@ class LAMBStep(AdamStep):
         self, group: Group, params: list[Tensor], directions: list[Tensor], plan: CompiledPlan
     ) -> None:
         if is_sharded(params[0]):  # norms are over all ranks' parts
-            pairs = zip(params, directions, strict=True)
-            directions = [sharded_like(p, x) for p, x in pairs]
+            directions = [sharded_like(p, x) for p, x in zip(params, directions, strict=True)]
         wide = [p.to(math_dtype(p.dtype)) for p in params]  # itself, unless in half precision
         directions = [x.to(wide[0].dtype) for x in directions]
         decay, decoupled = group["weight_decay"], bool(group["adam_w_mode"])
@@ -439,10 +430,7 @@ class SGDStep(BaseStep):
 
 
 class AnyStep(BaseStep):
-    """Any other base: it steps by the raw gradient, and the step is taken back.
-
-    Its step says how far the loss is to fall. Its state is kept on all ranks.
-    """
+    """Any other base: its step by raw gradients tells the fall, and is taken back, on all ranks."""
 
     length = FallLength
     measures = False  # before the base's step is known
@@ -450,8 +438,7 @@ class AnyStep(BaseStep):
     rated = False  # the rate is in the lengths already
 
     def keeps(self, group: Group, entries: Sequence[Entry]) -> bool:
-        # All ranks know what the base keeps: its entries are on all of them. Before its first step
-        # nobody knows, and :meth:`_steps` asks again.
+        # All ranks have the base's entries: none before its first step, so that _steps asks again.
         return not any(["exp_avg" in entry for entry in entries])
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
@@ -542,8 +529,7 @@ def step_of(base: type[Optimizer], defaults: Group) -> type[BaseStep]:
     if base in (Adam, AdamW):
         tensors = any(isinstance(beta, Tensor) for beta in defaults["betas"])
         return AnyStep if defaults["amsgrad"] or tensors else AdamStep
-    # Look up the class itself: a subclass of SGD may have a step of its own, which counts as any
-    # other base's.
+    # Look up the class itself: a subclass of SGD may have another step than SGD's.
     kinds: dict[type[Optimizer], type[BaseStep]] = {LAMB: LAMBStep, SGD: SGDStep}
     return kinds.get(base, AnyStep)
 

@@ -2,8 +2,6 @@
 
 State in other places gets lost: torch.distributed.checkpoint keeps only the entries of parameters.
 It loads into them in place, so that names and shapes must be the same in every step.
-
-A state that is loaded may be of the optimizer's class or of its base's.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
     loaded state.
     """
     count, registry = kfac.step_count, kfac.registry
-    # Another count is of an earlier layout. All tensors of that layout go: a layer may be gone, and
-    # its tensors would stay in every save.
+    # Another count is of an earlier layout, whose tensors all go: else every save would have them.
     counts = [(p, x[STEP]) for p, x in state.items() if isinstance(x, dict) and STEP in x]
     stale = {p for p, former in counts if former is not count}
     for p in stale:
@@ -72,14 +69,12 @@ def publish(kfac: Preconditioner, state: State, only: Container[Tensor] | None =
             del state[p][key]
         if not state[p]:
             del state[p]
-    begun: list[Tensor] = []
+    every, begun = registry.group_of, list[Tensor]()
     if only is not None:
-        begun = [p for p in registry.group_of if p in only]
-    elif stale or len(counts) < len(registry.group_of):  # in most steps, all have the count
-        every = registry.group_of
+        begun = [p for p in every if p in only]
+    elif stale or len(counts) < len(every):  # in most steps, all have the count
         begun = [p for p in every if p.grad is not None or state.get(p) or p in stale]
-    # torch.distributed.checkpoint refuses a save in which only some parameters have an entry: give
-    # each the count, covered or not.
+    # torch.distributed.checkpoint refuses a save unless all parameters have an entry: the count.
     for p in begun:
         state[p][STEP] = count
     for layer in registry.active:
@@ -172,24 +167,21 @@ def _tensors(kfac: Preconditioner, layer: Layer) -> Iterator[tuple[TensorSpec, G
         applied = specs_of(sizes.of_factor, layer.blocks, key[:2], stored, key.dtype)
         parts.append((f"{side}_", side, owned | applied))
     of_gradient = specs_of(sizes.of_gradient, layer.blocks, (g.size, a.size), stored, g.dtype)
-    home = layer.parameters[0]
     for prefix, side, specs in (*parts, ("", "g", of_gradient)):
         source = kfac.registry.owner(layer, side)
         for spec, (shape, dtype) in specs.items():
             name = f"{prefix}{spec.name}"
-            key_of_entry = home, f"{PREFIX}{layer.tag}{name}"
+            key_of_entry = layer.parameters[0], f"{PREFIX}{layer.tag}{name}"
             yield spec, GatherItem(key_of_entry, source, shape, dtype, g.device, views.get(name))
 
 
 def warn_of_share(optimizer: KFACMixin) -> None:
-    """Warn that a state is one rank's share, and name what it lacks.
-
-    torch.distributed.checkpoint saves every rank's share, and gets no warning. A full state is
-    different: of plain tensors, torch takes rank 0's alone.
-    """
+    """Warn that a state is one rank's share, and name what it lacks."""
     kfac = optimizer.preconditioner
     if kfac.status.alone:
         return
+    # torch.distributed.checkpoint saves every rank's share, and gets no warning. A full state is
+    # different: of plain tensors, torch takes rank 0's alone.
     for caller in agree.callers():
         module, values = caller.f_globals.get("__name__"), caller.f_locals
         if module == "torch.distributed.checkpoint.state_dict" and "options" in values:
@@ -212,13 +204,11 @@ def warn_of_share(optimizer: KFACMixin) -> None:
         absent.append(f"the momenta of {abridged(names, between=', ')}")
     if absent:
         # With the number of steps, Python's filter takes each save's text for a new one.
-        warnings.warn(
-            f"state_dict() after {kfac.steps} steps has only rank {kfac.ranks.rank}'s share of the "
-            "state; call consolidate_state_dict(to=rank) on all ranks first, or save all ranks' "
-            f"shares, as torch.distributed.checkpoint does. Missing are {'; '.join(absent)}; and "
-            "the state that K-FAC computes from them",
-            stacklevel=3,
-        )
+        text = f"state_dict() after {kfac.steps} steps has only rank {kfac.ranks.rank}'s share of "
+        text += "the state; call consolidate_state_dict(to=rank) on all ranks first, or save all "
+        text += "ranks' shares, as torch.distributed.checkpoint does. Missing are "
+        text += f"{'; '.join(absent)}; and the state that K-FAC computes from them"
+        warnings.warn(text, stacklevel=3)
 
 
 def abridged(names: list[str], limit: int = 10, between: str = "; ") -> str:
@@ -238,10 +228,8 @@ def check_form(state: Any, keys: Sequence[str] = ("state", "param_groups")) -> N
         what = f"it has no {' and no '.join(map(repr, missing))}"
     else:
         return
-    why = (
-        f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
-        "the whole of a checkpoint that holds several"
-    )
+    why = f"{what}; pass what an optimizer's state_dict() has returned, and not its model's, or "
+    why += "the whole of a checkpoint that holds several"
     raise invalid_because("state_dict", why)
 
 
@@ -279,8 +267,7 @@ class Load:
             same = flags.convention == _convention(kfac)
             pairs = zip(layer.trained, flags.covers, strict=True)
             known = any(flags.covers) and all(trained or not saved for trained, saved in pairs)
-            # A wholly frozen layer takes the saved covers, too: it keeps its factors until it
-            # trains again, as in the saved run.
+            # A wholly frozen layer takes the saved covers, and keeps its factors, as in that run.
             if same and known and layer.covers_now() in (flags.covers, (False, False)):
                 self._saved[layer] = entry, flags
 
@@ -330,12 +317,10 @@ class Load:
             entry, flags = self._saved.get(layer, ({}, SavedFlags()))
             for spec, item in _tensors(kfac, layer) if entry else ():
                 _, name = item.key
-                if item.tensor is None:
-                    continue  # another rank keeps it
-                if name in entry:
+                if item.tensor is not None and name in entry:
                     # Copy: steps read whole stacks, and would not see a tensor put beside them.
                     item.tensor.copy_(entry[name])
-                else:
+                elif item.tensor is not None:  # else another rank keeps it
                     absent.add(spec.if_absent)
             if not entry or STARTS_ANEW in absent:
                 self._anew.append(layer.name)
@@ -359,23 +344,19 @@ class Load:
                 lacking += [layer.name] if layer.name not in lacking else []
         if lacking:
             names = ", ".join(map(repr, lacking))
-            warnings.warn(
-                f"this state lacks the momenta of {names}, or has those of another compute_method "
-                "or base, so these momenta start at zero; to continue a run, build the optimizer "
-                "like the saved one, and on several ranks call consolidate_state_dict() before a "
-                "save",
-                stacklevel=3,
-            )
+            text = f"this state lacks the momenta of {names}, or has those of another "
+            text += "compute_method or base, so these momenta start at zero; to continue a run, "
+            text += "build the optimizer like the saved one, and on several ranks call "
+            text += "consolidate_state_dict() before a save"
+            warnings.warn(text, stacklevel=3)
         if self._anew and not self.is_fresh:
             names = ", ".join(map(repr, self._anew))
             if not kfac.status.alone:
                 names += f", which rank {kfac.ranks.rank} keeps (was it saved without "
                 names += "consolidate_state_dict()?)"
-            warnings.warn(
-                f"the checkpoint has no K-FAC factors of this kind for {names}; K-FAC estimates "
-                "them again, from the next step that gathers on",
-                stacklevel=3,
-            )
+            text = f"the checkpoint has no K-FAC factors of this kind for {names}; K-FAC estimates "
+            text += "them again, from the next step that gathers on"
+            warnings.warn(text, stacklevel=3)
 
 
 # ---- the base's part ----
@@ -393,8 +374,7 @@ def separate(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
     # Torch itself refuses other counts of parameters later, and its text tells more.
     by_index = dict(zip(saved, parameters, strict=False))
     state = dict(loaded["state"])
-    taken = take_entries(state)
-    entries = {by_index[i]: entry for i, entry in taken.items() if i in by_index}
+    entries = {by_index[i]: entry for i, entry in take_entries(state).items() if i in by_index}
     load = optimizer._loaded = Load(optimizer.preconditioner, entries)
     load.check()
     of_base = any("damping" not in group for group in saved_groups)
@@ -414,10 +394,7 @@ def separate(optimizer: Any, loaded: dict[str, Any]) -> dict[str, Any]:
 def set_base_state(
     optimizer: KFACMixin, state: dict[str, Any], set_state: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let the base set a loaded state; the base completes a state of an older version.
-
-    A state that lacks keys which the base reads is refused: a step would end in a KeyError.
-    """
+    """Let the base set, and complete, a loaded state; refuse one without keys that it reads."""
     before = {n: optimizer.__dict__[n] for n in state if n in optimizer.__dict__}
     failed: Exception | None = None
     try:
@@ -438,11 +415,9 @@ def set_base_state(
     if failed is not None and not names and not isinstance(failed, KeyError):
         raise failed  # an error of the base's own, such as a lack of memory
     lacks = f"parameter groups lack {', '.join(names)}" if names else f"entries lack {failed}"
-    why = (
-        f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
-        "an older version: load it into one of that class, add what it lacks, or begin without "
-        "its state"
-    )
+    why = f"its {lacks}, which {optimizer._base.__name__} reads; it is of another optimizer, or of "
+    why += "an older version: load it into one of that class, add what it lacks, or begin without "
+    why += "its state"
     raise invalid_because("state_dict", why) from failed
 
 

@@ -29,9 +29,8 @@ ShareOf = Callable[[Sequence[Group]], Share]
 
 CLIP_TERMS = 2  # numbers of each block that the clip needs
 _AT_ONCE = 1 << 25  # numbers of the groups that are stepped together
-# A scale of the clip's terms. With a loss of 1e20, gradients are as long, and plain terms would
-# overflow float32. A power of two changes no digit of the clip. Products that become zero by the
-# scale are far below any clip.
+# A scale of the clip's terms. With a loss of 1e20, plain terms would overflow float32. A power of
+# two changes no digit. Products that become zero by the scale are far below any clip.
 _SCALE = 2.0**-64
 
 
@@ -61,6 +60,7 @@ class CompiledPlan:
         self.entries: list[dict[str, Any]] = []  # of the parameters, in the optimizer's state
         self.present: list[bool] | None = None  # which have a gradient in this step; None: all
         self.counts: Tensor | None = None  # of the parameters' steps, if the base counts them
+        self.steps: list[Tensor] = []  # the counts of the entries: facts go by ids, so hold them
         # Parameters that K-FAC stepped before, and the base is to step from now on.
         self.leaving: list[Tensor] = []
         # Parameters of one kind, which foreach calls take: their group's number, and their places.
@@ -92,15 +92,6 @@ class CompiledPlan:
         # On the device: a comparison on the host would wait for all products of the step.
         self.nu = (limit * _SCALE / total.abs()).sqrt_().clamp_(max=1)
         return [self.nu.expand(len(x)) for x in terms]
-
-    def missing(self, present: list[bool]) -> list[tuple[ParameterStack, list[int]]]:
-        """Return stacks of momenta with rows whose parameters have no gradient."""
-        stacks = []
-        for stack in self.stacks:
-            rows = [i for i, flag in enumerate(present[stack.at]) if not flag]
-            if stack.keeps_momenta and rows:
-                stacks.append((stack, rows))
-        return stacks
 
 
 def products(raw: Tensor, new: Tensor) -> Tensor:
@@ -241,8 +232,7 @@ class Groups:
         if self._rule.makes_directions:
             plan.leaving = [p for p in base.stepped if p not in plan.index]
             base.stepped.update(plan.parameters)
-        # Second moments of the base become numbers of the blocks. Those of shards are left to their
-        # measures: owners need the sums of all ranks.
+        # Second moments of the base become numbers of blocks; those of shards need all ranks' sums.
         if any(stack.former is not None for stack in stacks):
             used = [x for share in plan.made for group in share.groups for x, *_ in group.places]
             for stack in used:
@@ -340,7 +330,6 @@ class Shards:
     def add(
         self, layers: list[Layer], group_of: Mapping[Layer, Group], share_of: ShareOf
     ) -> list[Group]:
-        """Add a chunk of layers; return its groups."""
         groups = [*dict.fromkeys(group_of[x] for x in layers)]
         owned = [group for group in groups if group.applied]
         whole: dict[Tensor, tuple[ParameterStack, int]] = {}
@@ -356,7 +345,6 @@ class Shards:
         return groups
 
     def measure(self, tensors: list[Tensor], *, squares: bool) -> None:
-        """Sum this rank's parts over blocks."""
         for layer in self._layers if self._measures else ():
             key = stack_key(layer, "g")
             sums = torch.zeros(SHARD_SUMS, layer.blocks, dtype=key.dtype, device=key.device)

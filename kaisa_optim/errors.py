@@ -39,8 +39,7 @@ def check_callable(name: str, function: Callable[..., Any], argument: str = "") 
         raise invalid(name, function, must) from None
 
 
-# Arguments of kfac-pytorch that this package does not have or names otherwise, and names that went
-# before the first release.
+# Arguments of kfac-pytorch that have no use or another name here, and names that went.
 FORMER = {
     "allreduce_bucket_cap_mb": "it is called bucket_cap_mb here",
     "accumulation_steps": "leave it out: any number of backward passes is counted",

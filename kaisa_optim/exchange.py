@@ -27,7 +27,7 @@ from .linalg.moments import unpack
 from .model import Registry, unwrapped
 from .options import Options
 from .plan.facts import FactorFacts, grouped
-from .plan.schedule import HEAD, StepPlan, StepReport
+from .plan.schedule import StepPlan, StepReport
 
 _PATIENCE = 20  # gathering steps with a gradient, but without a pass, before a layer is named
 
@@ -104,16 +104,20 @@ class Status:
         report = report._replace(failed=failure is not None)
         # All ranks must send equally long lists: a list's length may follow from the layers, from
         # deferred answers and from sections alone, and never from this rank's passes.
-        lists: Any = report[HEAD:]
-        numbers = [*report[:HEAD], *itertools.chain(*lists)]
+        fields: list[tuple[str, Any]] = [*zip(report._fields, report, strict=True)]
+        numbers: list[float] = []
+        for _, value in fields:
+            numbers += value if isinstance(value, list) else [value]
         if not self.alone:
             sent = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             numbers = self._ranks.sum_numbers(sent, f"agreeing on step {number}").tolist()
-        totals, start = [], HEAD
-        for values in lists:
-            totals.append(numbers[start : start + len(values)])
-            start += len(values)
-        total = StepReport(*numbers[:HEAD], *totals)
+        totals: dict[str, Any] = {}
+        for name, value in fields:
+            if isinstance(value, list):
+                totals[name], numbers = numbers[: len(value)], numbers[len(value) :]
+            else:
+                totals[name], *numbers = numbers
+        total = StepReport(**totals)
         if total.failed and not (loads and total.failed == self._ranks.world):
             if not loads:  # the next step starts without the error
                 capture.errors.error = self._failure = None
@@ -148,12 +152,11 @@ class Status:
             draws, capture.draws = capture.draws, 0
             trained = [layer.name for layer, x in sums.of_layer.items() if x.trained]
             missing = f", not for {', '.join(trained[:3])}" if trained else ""
-            raise RuntimeError(
-                "sample_fisher was called for some passes of this step and not for others (rank "
-                f"{ranks.rank}: {draws} calls{missing}); call sample_fisher on every rank between "
-                "each forward pass and its backward pass, with all outputs that the loss reads. "
-                "Under torch.utils.checkpoint, use_reentrant=False is needed"
-            )
+            why = "sample_fisher was called for some passes of this step and not for others (rank "
+            why += f"{ranks.rank}: {draws} calls{missing}); call sample_fisher on every rank "
+            why += "between each forward pass and its backward pass, with all outputs that the "
+            why += "loss reads. Under torch.utils.checkpoint, use_reentrant=False is needed"
+            raise RuntimeError(why)
         if total.elsewhere:
             reports.name_elsewhere(self._ranks, self._registry.states, capture.witness)
 
@@ -173,12 +176,11 @@ class Status:
                 drift = "would drift apart"
                 if step < number:
                     drift = f"may have drifted apart since step {step}: load an older checkpoint"
-                raise RuntimeError(
-                    f"layer {name!r} has no gradient on ranks {without}, but has one on other "
-                    f"ranks, so weights {drift}; average gradients over all ranks before step(), "
-                    "a missing one as zero, or use DistributedDataParallel with "
-                    "find_unused_parameters=True"
-                )
+                why = f"layer {name!r} has no gradient on ranks {without}, but has one on other "
+                why += f"ranks, so weights {drift}; average gradients over all ranks before "
+                why += "step(), a missing one as zero, or use DistributedDataParallel with "
+                why += "find_unused_parameters=True"
+                raise RuntimeError(why)
 
     def note_answers(self, flags: Sequence[float]) -> list[Layer]:
         """Note the outcomes of refreshes, as the owners answer; return the layers with a flag."""
@@ -212,16 +214,13 @@ class Status:
             text = f"the refresh of layer {layer.name!r} failed, {state.failures} in a row"
             most = self._max_failures
             if most is not None and state.failures > most:
-                raise RuntimeError(
-                    f"{text} (max_failures={most}): its statistics are not finite or too "
-                    "ill-conditioned; look for a loss that is not finite and for diverging "
-                    "activations, raise damping or skip the layer with skip_layers"
-                )
-            agree.warn(
-                self._ranks,
-                f"{text}; the state before it, at first the identity, stays in use. See whether "
-                "the loss is finite",
-            )
+                why = f"{text} (max_failures={most}): its statistics are not finite or too "
+                why += "ill-conditioned; look for a loss that is not finite and for diverging "
+                why += "activations, raise damping or skip the layer with skip_layers"
+                raise RuntimeError(why)
+            text += "; the state before it, at first the identity, stays in use. See whether the "
+            text += "loss is finite"
+            agree.warn(self._ranks, text)
         return list(told)
 
     def note_rows(self, total: StepReport, capture: Capture) -> list[str]:
@@ -255,13 +254,12 @@ class Status:
             state.unseen += 1
             # Layers without an average count as not covered, which the optimizer warns of.
             if state.has_average and state.unseen == _PATIENCE and not capture.was_paused:
-                agree.warn(
-                    self._ranks,
-                    f"layer {name!r} has had a gradient in {_PATIENCE} gathering steps, but no "
-                    "pass went through its module, so older factors stay in use. The weight may be "
-                    "used outside of its module's forward, or its gradient may always be zero; "
-                    "call the module itself, freeze the weight, or name the layer in skip_layers",
-                )
+                text = f"layer {name!r} has had a gradient in {_PATIENCE} gathering steps, but no "
+                text += "pass went through its module, so older factors stay in use. The weight "
+                text += "may be used outside of its module's forward, or its gradient may always "
+                text += "be zero; call the module itself, freeze the weight, or name the layer in "
+                text += "skip_layers"
+                agree.warn(self._ranks, text)
         return names
 
 

@@ -99,9 +99,8 @@ class LAMB(Optimizer):
         if amsgrad:
             raise NotImplementedError("LAMB does not support amsgrad=True; leave it out")
         if not set_grad_none:
-            raise NotImplementedError(
-                "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
-            )
+            why = "LAMB does not support set_grad_none=False; call zero_grad(set_to_none=False)"
+            raise NotImplementedError(why)
         if backend not in (None, "torch", "apex"):
             raise invalid("backend", backend, 'use None, "torch" or "apex"')
         defaults: dict[str, Any] = {
@@ -128,10 +127,8 @@ class LAMB(Optimizer):
         sharded = {is_sharded(p) for group in self.param_groups for p in group["params"]}
         if len(sharded) > 1:  # a refused group must leave no trace
             self.param_groups.pop()
-            why = (
-                "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
-                "whole model with fully_shard, or none of it"
-            )
+            why = "some are sharded and some are not, and LAMB takes one norm over all; wrap the "
+            why += "whole model with fully_shard, or none of it"
             raise invalid_because("params", why)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,9 +149,8 @@ class LAMB(Optimizer):
         # Refuse before any entry is made: a refused step must leave no trace.
         for p in with_grad:
             if p.grad.layout is not torch.strided:
-                raise RuntimeError(
-                    "LAMB does not support sparse gradients, please consider SparseAdam instead"
-                )
+                why = "LAMB does not support sparse gradients, please consider SparseAdam instead"
+                raise RuntimeError(why)
             if p.is_complex():
                 raise RuntimeError("LAMB does not support complex parameters")
         for p in with_grad:
@@ -305,8 +301,7 @@ def _clipped(gradients: list[Tensor], norm: Tensor, limit: float) -> list[Tensor
 
 
 def _apex_objection(lr: float | Tensor, *lists: list[Tensor]) -> str | None:
-    # Return why apex's kernel cannot take these tensors of one device and dtype, or None. The lists
-    # are of parameters, gradients and both moments.
+    # Return why apex can't step these parameters, gradients and moments of one kind, or None.
     params = lists[0]
     device, dtype = params[0].device, params[0].dtype
     if isinstance(lr, Tensor):
@@ -371,8 +366,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
-    # Yield the lists again, split into parts of one device and one dtype: foreach operations take
-    # mixed lists tensor by tensor, without a word.
+    # Split the lists by device and dtype: foreach takes mixed ones tensor by tensor, unasked.
     groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
     return (bucket for bucket, _ in groups.values())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -88,11 +88,9 @@ def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
     for module in model.modules():
         refuse_data_parallel(module)
         if type(module).__name__ == "FullyShardedDataParallel":
-            why = (
-                "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
-                "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
-                "DistributedDataParallel"
-            )
+            why = "FullyShardedDataParallel flattens parameters, so that no layer has a weight "
+            why += "matrix left; use torch.distributed.fsdp.fully_shard, its successor, or "
+            why += "DistributedDataParallel"
             raise invalid_because("model", why)
     names: Names = {}
     # A module counts once, whatever its names: only a second module makes a weight shared.
@@ -102,10 +100,8 @@ def _checked_names(model: nn.Module, trained: Collection[Tensor]) -> Names:
                 names.setdefault(p, []).append(f"{prefix}.{name}" if prefix else name)
     for p in trained:
         if p not in names:
-            why = (
-                f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
-                "model whose parameters you optimize as model="
-            )
+            why = f"a parameter of shape {tuple(p.shape)} does not belong to the model; pass the "
+            why += "model whose parameters you optimize as model="
             raise invalid_because("params", why)
         if isinstance(p, UninitializedParameter):
             name = names[p][0]
@@ -197,8 +193,7 @@ class Registry:
         # The optimizer's parameters of this model, covered or not, with their groups' numbers.
         self.group_of: dict[Tensor, int] = {}
         self._accepted = set(known)  # parameters that are, or were, the model's
-        # The groups' parameters by id, which is safe while they are held here: to hash a tensor is
-        # a call of Python.
+        # The groups' parameters, which are held here, by id: to hash a tensor is a call of Python.
         self._listed: dict[int, Tensor] = {}
         # Each parameter, with the dictionary and the name under which its module holds it.
         self._homes: list[tuple[Tensor, dict[str, nn.Parameter | None], str, str]] = []
@@ -210,10 +205,9 @@ class Registry:
         if any(map(sharding.is_sharded, model.parameters())):  # one rank works for each layer
             chosen = options.assignment, options.grad_worker_fraction
             if chosen != (None, None) and self.strategy.gradient_workers(ranks.world) > 1:
-                why = (
-                    f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
-                    'rank preconditions each gradient; use assignment="layer-wise" or leave it out'
-                )
+                why = f"{self.strategy!r} for parameters sharded by fully_shard, where exactly one "
+                why += 'rank preconditions each gradient; use assignment="layer-wise" or leave it '
+                why += "out"
                 raise invalid_because("assignment", why)
             self.strategy = assignment.LayerWise()
 
@@ -245,60 +239,51 @@ class Registry:
 
     @property
     def devices(self) -> list[tuple[torch.device, torch.dtype]]:
-        """Device and dtype of each active layer."""
         return [(x.parameters[0].device, x.parameters[0].dtype) for x in self.active]
 
     def owner(self, layer: Layer, side: str) -> int:
-        """Return the rank that owns a factor."""
         placement = self.placements[layer.name]
         return placement.a if side == "a" else placement.g
 
     def shards(self, layer: Layer) -> list[ShardPlaces]:
-        """Return the shards of a layer's covered parameters."""
         parts = zip(self.sharded[layer], layer.covers, strict=True)
         return [shards for shards, covered in parts if covered and shards is not None]
 
     def values(
         self, name: str, groups: list[Group], layers: Iterable[Layer] | None = None
-    ) -> Callable[[Layer], float]:
-        """Return a function that reads the groups' value for an active layer."""
+    ) -> dict[Layer, float]:
+        """Return the value of each active layer, which is its groups'."""
         layers = self.layers.values() if layers is None else layers
         values = {group[name] for group in groups}
         if len(values) == 1:  # the loop hashes each parameter, which would cost each step
-            value_of = dict.fromkeys(layers, values.pop())
-            return value_of.__getitem__
-        value_of = {}
+            return dict.fromkeys(layers, values.pop())
+        value_of: dict[Layer, float] = {}
         for layer in layers:
             # A layer has one A and one G for weight and bias: their groups must agree.
             numbers = sorted({groups[self.group_of[p]][name] for p in layer.parameters})
             if len(numbers) > 1:
-                why = (
-                    f"layer {layer.name!r} has its weight and bias in parameter groups with "
-                    f"different values {numbers}; give both groups the same {name}"
-                )
+                why = f"layer {layer.name!r} has its weight and bias in parameter groups with "
+                why += f"different values {numbers}; give both groups the same {name}"
                 raise invalid_because(name, why)
             if numbers:  # else the layer is frozen
                 value_of[layer] = numbers[0]
-        return value_of.__getitem__
+        return value_of
 
     def check_parameters(self, groups: list[Group]) -> None:
         """Refuse parameters that are no longer the model's: K-FAC would be off without a word."""
         for title in [name for name, p in self.on_meta.items() if p.is_meta]:
-            raise RuntimeError(
-                f"Invalid params: {title} was on the meta device when the optimizer was built, so "
-                "no step would change the weight that replaces it; call to_empty, load or "
-                "initialize the weights, then build the optimizer"
-            )
-        listed = self._listed
-        for p in [p for group in groups for p in group["params"] if id(p) not in listed]:
-            raise RuntimeError(
-                f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
-                "optimizer was not given. DeepSpeed puts such float32 copies into the groups under "
-                "ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the copies; use "
-                "DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with torch.autocast, "
-                'where assignment="layer-wise" spreads the moments of Adam and LAMB as ZeRO 1 '
-                "does. Add parameters of the model by add_param_group"
-            )
+            why = f"Invalid params: {title} was on the meta device when the optimizer was built, "
+            why += "so no step would change the weight that replaces it; call to_empty, load or "
+            why += "initialize the weights, then build the optimizer"
+            raise RuntimeError(why)
+        for p in [p for group in groups for p in group["params"] if id(p) not in self._listed]:
+            why = f"Invalid param_groups: they hold a tensor of shape {tuple(p.shape)} that the "
+            why += "optimizer was not given. DeepSpeed puts such float32 copies into the groups "
+            why += "under ZeRO and under its own bf16 or fp16, and K-FAC can't precondition the "
+            why += "copies; use DistributedDataParallel, fully_shard, or DeepSpeed's stage 0 with "
+            why += 'torch.autocast, where assignment="layer-wise" spreads the moments of Adam and '
+            why += "LAMB as ZeRO 1 does. Add parameters of the model by add_param_group"
+            raise RuntimeError(why)
         for p, held, name, title in self._homes:
             now = held[name] if name in held else None  # noqa: SIM401 (TorchScript's has no get)
             # A parameter may have moved within the model, as under pruning: it is searched last.
@@ -339,10 +324,8 @@ class Registry:
                     matches = True
                     skips.update((child, pattern) for child in module.modules())
             if first and not matches:
-                text = (
-                    f"skip_layers: {pattern!r} matches no module; patterns are searched in "
-                    "qualified names (as in model.named_modules()) and class names"
-                )
+                text = f"skip_layers: {pattern!r} matches no module; patterns are searched in "
+                text += "qualified names (as in model.named_modules()) and class names"
                 agree.warn(self._ranks, text)
         self.skipped = {}
         reasons: Reasons = {}
@@ -359,8 +342,7 @@ class Registry:
             layers, declined = _layers_of(name, module, claimed)
             candidates += layers
             reasons |= declined
-        # Set after the reasons of modules, which tell more, and before layers claim their weights:
-        # a part of a matrix has no factors.
+        # After the reasons of modules, which tell more, and before layers claim parts of matrices.
         for p in sharding.cut_otherwise(model):
             reasons.setdefault(p, _CUT)
         for p in self.group_of:

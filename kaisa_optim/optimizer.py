@@ -65,8 +65,7 @@ class KFACMixin(Optimizer):
             why = f"an object of type {type(wrong).__name__}; K-FAC hooks the model's layers: pass "
             why += f"the nn.Module first, as {title}(model, ...), or as model="
             raise invalid_because("model", why)
-        # The class that is built next may stand before the base, and a base with **kwargs may know
-        # more names than its signature shows.
+        # The next class may stand before the base, and **kwargs may take more than they show.
         known = inspect.signature(super().__init__).parameters
         of_base = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         if not any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
@@ -79,8 +78,7 @@ class KFACMixin(Optimizer):
         self._kfac_model = model
         self._kfac_options = Options(**{n: v for n, v in kwargs.items() if n in OPTIONS})
         self._group_schedules: list[options.Schedules] = []
-        # This adds all groups. A preconditioner that existed before would be rebuilt for each, and
-        # ranks would compare models that are not complete.
+        # This adds all groups: with a preconditioner, ranks would compare models that lack groups.
         super().__init__(parameters, *args, **of_base)
         self._start()
 
@@ -96,8 +94,7 @@ class KFACMixin(Optimizer):
         if any(group.get("differentiable") for group in self.param_groups):
             why = "True; a K-FAC step can't be differentiated, leave it False"
             raise invalid_because("differentiable", why)
-        # A fused base would be called with scaled gradients and infinities: GradScaler must unscale
-        # and skip instead.
+        # A fused base would get scaled gradients and infinities: GradScaler must unscale and skip.
         self._step_supports_amp_scaling = False
         if self._kfac_options.grad_worker_fraction == options.AUTO:
             from .tools import automatic  # a plan is made for this option alone
@@ -110,7 +107,6 @@ class KFACMixin(Optimizer):
             self._group_schedules,
             step_of_base.length(),
             known,
-            self._kfac_options.process_group,
             self._base.__name__ if compare else None,
         )
         self.base_part = step_of_base(self)
@@ -118,11 +114,10 @@ class KFACMixin(Optimizer):
         world, distributed = os.environ.get("WORLD_SIZE", "1"), torch.distributed
         joined = distributed.is_available() and distributed.is_initialized()
         if world not in ("", "1") and not joined:
-            agree.warn(
-                kfac.ranks,
-                f"WORLD_SIZE is {world}, but there is no process group: this process trains alone; "
-                "call torch.distributed.init_process_group() before building model and optimizer",
-            )
+            text = f"WORLD_SIZE is {world}, but there is no process group: this process trains "
+            text += "alone; call torch.distributed.init_process_group() before building model and "
+            text += "optimizer"
+            agree.warn(kfac.ranks, text)
 
     # ---- stepping ----
 
@@ -144,11 +139,10 @@ class KFACMixin(Optimizer):
         base.optimizer = self.base_part.optimizer = weakref.proxy(self)
         joined = distributed.is_available() and distributed.is_initialized()
         if joined and kfac.ranks.group is None and distributed.get_world_size() > 1:
-            raise RuntimeError(
-                f"Invalid process group: its {distributed.get_world_size()} ranks joined after the "
-                "optimizer was built, so the optimizer would exchange nothing; build the optimizer "
-                "after init_process_group()"
-            )
+            why = f"Invalid process group: its {distributed.get_world_size()} ranks joined after "
+            why += "the optimizer was built, so the optimizer would exchange nothing; build the "
+            why += "optimizer after init_process_group()"
+            raise RuntimeError(why)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             why = "a K-FAC step can't be captured in a CUDA graph: the host decides in each step "
             why += "which layers are due; run the training step outside of graphs"
@@ -166,8 +160,7 @@ class KFACMixin(Optimizer):
         if exchanged or self._published != (kfac.groups.compilations, len(self.state)):
             checkpoint.publish(kfac, self.state)
             self._published = kfac.groups.compilations, len(self.state)
-            # The step has made, or changed, entries. Without this, the facts of the next step would
-            # differ, and each step compile anew.
+            # The step has made or changed entries: without this, each step would compile anew.
             if kfac.groups.facts is not None:
                 kfac.groups.facts = base.facts(kfac.groups.plan)
             if exchanged and not all([x.has_average for x in kfac.registry.states.values()]):
@@ -208,11 +201,10 @@ class KFACMixin(Optimizer):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Refuse ``torch.distributed.algorithms.Join``, which asks its members for a hook."""
-        raise RuntimeError(
-            f"{type(self).__name__} does not work in Join: a rank without data would leave the "
-            "other ranks waiting; give all ranks equally many batches, by a DistributedSampler or "
-            "drop_last=True"
-        )
+        why = f"{type(self).__name__} does not work in Join: a rank without data would leave the "
+        why += "other ranks waiting; give all ranks equally many batches, by a DistributedSampler "
+        why += "or drop_last=True"
+        raise RuntimeError(why)
 
     @property
     def device(self) -> torch.device:
@@ -236,8 +228,7 @@ class KFACMixin(Optimizer):
             if callable(value):
                 check_callable(name, value, "step")
                 schedules[name] = value
-                # As the other groups, whose values are those of the last step: a layer may have
-                # its bias in this group and its weight in another.
+                # As the other groups, of the last step: a layer may have its bias in another group.
                 value = value(max(0, self.preconditioner.steps - 1) if is_built else 0)
             param_group[name] = options.check(name, value)
         super().add_param_group(param_group)
@@ -303,8 +294,7 @@ class KFACMixin(Optimizer):
         # First, since all ranks must know the layers whose momenta they are to send.
         self._settle_load()
         momentum, momenta = self.base_part.momentum, self.momenta()
-        entries = checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
-        self._consolidated = to, entries
+        self._consolidated = to, checkpoint.consolidate(self.preconditioner, to, momentum, momenta)
 
     def momenta(self) -> dict[Tensor, Tensor]:
         """Return the momenta of the parameters that K-FAC steps; empty ones of other ranks."""
@@ -318,8 +308,7 @@ class KFACMixin(Optimizer):
                 # All ranks must answer alike, so nothing here may follow from what this rank keeps.
                 if checkpoint.STEP not in entry or not base.keeps(group, [entry]):
                     continue
-                shape = p.shape if p in stored else (0,)
-                zeros = torch.zeros(shape, dtype=p.dtype, device=p.device)
+                zeros = torch.zeros(p.shape if p in stored else 0, dtype=p.dtype, device=p.device)
                 momenta[p] = entry.get(base.momentum, zeros) if p in stored else zeros
         return momenta
 
@@ -369,11 +358,9 @@ class KFACMixin(Optimizer):
             base.stepped.discard(p)
         if anew:
             names = checkpoint.abridged([repr(layer.name) for layer in anew], between=", ")
-            text = (
-                f"ranks have loaded different parts of the state of {names}, which begin anew on "
-                "all ranks; call consolidate_state_dict() before a save, and load the same state "
-                "on all ranks"
-            )
+            text = f"ranks have loaded different parts of the state of {names}, which begin anew "
+            text += "on all ranks; call consolidate_state_dict() before a save, and load the same "
+            text += "state on all ranks"
             agree.warn(self.preconditioner.ranks, text)
 
     # ---- copies ----
@@ -400,8 +387,7 @@ class KFACMixin(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_kfac_model" not in state:  # from load_state_dict
             checkpoint.set_base_state(self, state, super().__setstate__)
-            load = self.__dict__.get("_loaded")
-            self._resume(load or checkpoint.Load(self.preconditioner, {}))
+            self._resume(self.__dict__.get("_loaded") or checkpoint.Load(self.preconditioner, {}))
             return
         state = dict(state)
         entries = checkpoint.take_entries(state["state"])

@@ -1,7 +1,4 @@
-"""The K-FAC options, each declared once, and the values that change from step to step.
-
-Signatures, checks and documentation are made from the declarations.
-"""
+"""The K-FAC options, declared once for signatures, checks and documents, and their values."""
 
 from __future__ import annotations
 
@@ -382,7 +379,6 @@ class Options(_Record):
 
     @property
     def strategy(self) -> WorkAssignment:
-        """The assignment that both arguments name."""
         return choose(self.assignment, self.grad_worker_fraction)
 
     @property
@@ -418,7 +414,6 @@ class Hyperparameters:
         # Several ranks must not take an interval at once: they compare both in an exchange, and
         # would else hold exchanges in other steps.
         self.pending |= name in _INTERVALS
-        self.moves = self._alone and self.pending
         return name == "statistics_fraction" or (self._alone and name in _INTERVALS)
 
     def _settle(self, name: str, value: Any) -> None:
@@ -454,7 +449,6 @@ class Hyperparameters:
         self.note(groups)
 
     def note(self, groups: list[Group]) -> None:
-        """Note the groups' values, which were checked."""
         # A step reads anew unless the groups hold the very same objects: with schedules, none may
         # be noted, or a schedule would stop at its first value.
         is_fixed = not (self.schedules or any(self._group_schedules))
@@ -466,16 +460,9 @@ class Hyperparameters:
         return self.values[name] if schedule is None else check(name, schedule(step))
 
     def take_intervals(self, step: int) -> None:
-        """Put both intervals into force."""
         self.in_force = {name: self.upcoming(name, step) for name in _INTERVALS}
         # Other intervals may come: on several ranks with the next exchange, else in any step.
         self.pending = not self.schedules.keys().isdisjoint(_INTERVALS)
-        self.moves = self._alone and self.pending
-
-    def scheduled_intervals(self, step: int) -> dict[str, int]:
-        """Return the values of scheduled intervals in the next step, for ranks to compare."""
-        names = [name for name in _INTERVALS if name in self.schedules]
-        return {f"{name} of the next step": self.upcoming(name, step) for name in names}
 
 
 def refuse_name(owner: object, name: str, value: Any) -> None:

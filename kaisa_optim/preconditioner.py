@@ -22,6 +22,7 @@ from .curvature.rules import Rule
 from .errors import is_real
 from .exchange import Exchange, Status, with_gradient
 from .layers import Layer
+from .layers.base import Sample
 from .linalg.products import full_precision
 from .model import Registry, unwrapped
 from .options import PER_GROUP, SHARED, Hyperparameters, Options, rate_of, refuse_name
@@ -37,9 +38,9 @@ class Slot(NamedTuple):
     """The next step that gathers or refreshes."""
 
     number: int  # of the step
-    gathers: frozenset[str] | None  # layers in their slot; None: ranks exchange nothing
+    gathers: list[Layer] | None  # layers in their slot, and late ones; None: no exchange
     refreshes: frozenset[str]
-    tasks: tuple[Any, ...]  # the arguments of ``Capture.arm`` for its passes
+    sample: Sample | None  # the part of the examples that is read; None: all
 
 
 class Preconditioner(Answers):
@@ -61,14 +62,12 @@ class Preconditioner(Answers):
         group_schedules: list[dict[str, Callable[[int], Any]]],
         length: Length,
         known: Iterable[Tensor] = (),
-        process_group: Any = None,
         base: str | None = None,
     ) -> None:
-        # ``base`` names the base: without a name, ranks compare in the first step only, so that one
-        # rank may build alone.
+        # Without a name of the ``base``, ranks compare in the first step only: one may build alone.
         self.model, self.options, self._base = model, options, base
         self.ranks = Ranks(
-            process_group,
+            options.process_group,
             bucket_cap_mb=options.bucket_cap_mb,
             comm_dtype=options.comm_dtype,
             device=next((p.device for p in model.parameters()), None),
@@ -167,7 +166,7 @@ class Preconditioner(Answers):
         # Before any work that may fail: passes that an error left here would count in the next K.
         self.sums.of_layer.clear()
         self.sums.passes.clear()
-        if works or self.rule.reads_damping:
+        if works or not self.rule.damps:  # else the state has the damping
             # After the exchange: a rank that raised before it would leave the others waiting.
             self.damping_of = registry.values("damping", groups)
         if works:
@@ -185,10 +184,10 @@ class Preconditioner(Answers):
             if hyperparameters.pending:
                 hyperparameters.take_intervals(self.steps)
             self._aim()
-        elif works or hyperparameters.moves:
+        elif works or (hyperparameters.pending and self.status.alone):
             self._choose()
         elif self.steps == slot.number:
-            self.capture.arm(*slot.tasks)
+            self.capture.arm(slot.gathers, registry.missing, slot.sample)
         return self.work.exchanges
 
     def direct(self, groups: list[ParamGroup], base: Any) -> None:
@@ -306,12 +305,11 @@ class Preconditioner(Answers):
         each = [*sums.of_layer.values()]
         rows = [0.0] * (registry.sections[-1].stop if layers else 0)
         crossed = rows.copy()
-        for layer, at in zip(layers, registry.sections, strict=True):
-            of_layer = sums.of_layer.get(layer)
-            if of_layer is not None:
-                rows[at] = of_layer.count
-                if of_layer.crossed is not None:
-                    crossed[at] = of_layer.crossed.count
+        for layer, of_layer in sums.of_layer.items():
+            at = registry.sections[layer.number]
+            rows[at] = of_layer.count
+            if of_layer.crossed is not None:
+                crossed[at] = of_layer.crossed.count
         deferred = [layer for layer in layers if registry.states[layer.name].deferred]
         checksum = self.status.checksum(common) if common else 0
         devices = {device for device, _ in self.groups.places}
@@ -336,8 +334,7 @@ class Preconditioner(Answers):
 
     def refresh(self) -> None:
         """Let owners decompose due factors, and gradient workers receive the new state."""
-        # After all sums: if an owner decomposed after its first sums, the other ranks would wait
-        # for its terms of the next sums.
+        # After all sums: other ranks would wait for terms of an owner that decomposes in between.
         rule, group_of, registry, work = self.rule, self.groups.of, self.registry, self.work
         damping_of, refreshed = self.damping_of, self.slot.refreshes
         with_average = [(name, x) for name, x in registry.states.items() if x.has_average]
@@ -347,10 +344,9 @@ class Preconditioner(Answers):
         layers = [registry.layers[name] for name in work.refresh]
         states = [registry.states[name] for name in work.refresh]
         again = {layer for layer in layers if registry.states[layer.name].failures}
-        reduce = None  # each owner has both means
-        if registry.splits_owners:
-            reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
-        shifts = self.exchange.refresher.shifts(group_of, layers, damping_of, reduce)
+        reduce = functools.partial(self.ranks.reduce_on_device, kind="second_order")
+        reduce_means = reduce if registry.splits_owners else None  # else each owner has both
+        shifts = self.exchange.refresher.shifts(group_of, layers, damping_of, reduce_means)
         try:
             with stage("decompose"):
                 self.exchange.refresher.decompose(self.groups.all, {*layers}, again, shifts)
@@ -384,8 +380,7 @@ class Preconditioner(Answers):
     # ---- slots ----
 
     def _aim(self) -> None:
-        # All ranks must note the same late layers, or only some would exchange: read nothing that
-        # one rank knows alone.
+        # Read no rank's own facts: if ranks noted other late layers, only some would exchange.
         registry = self.registry
         registry.missing, registry.late = [], []
         for layer, state in zip(registry.layers.values(), registry.states.values(), strict=True):
@@ -399,9 +394,9 @@ class Preconditioner(Answers):
         self._choose()
 
     def _choose(self) -> None:
-        # Look up the next step that gathers or refreshes, and what capture does in its passes.
+        # Look up the next step that gathers or refreshes; arm the hooks if its passes come next.
         parameters, number, registry = self.hyperparameters, self.steps, self.registry
-        if parameters.moves:
+        if parameters.pending and self.status.alone:
             parameters.take_intervals(number)
         gathering, refreshing = parameters.in_force.values()
         late = bool(registry.late)
@@ -409,9 +404,10 @@ class Preconditioner(Answers):
         if due is None and not refreshed:
             number = following
             due, refreshed, _ = self.schedule.at(number, gathering, refreshing, late=late)
-        tasks: tuple[Any, ...] = (None,)  # hooks leave at once
+        gathers: list[Layer] | None = None
+        sample: Sample | None = None
         if due is not None:
-            wanted, sample = [registry.layers[name] for name in due], None
+            gathers = [*[registry.layers[name] for name in due], *registry.late]
             fraction = parameters.values["statistics_fraction"]
             if "statistics_fraction" in parameters.schedules:
                 fraction = parameters.upcoming("statistics_fraction", number)
@@ -419,9 +415,8 @@ class Preconditioner(Answers):
                 # A layer gathers once in an interval, and early: each time it takes the next rows.
                 early = [x for x in self.options.early if x <= number and x % gathering]
                 sample = fraction, number // gathering + len(early)
-            tasks = [*wanted, *registry.late], registry.missing, sample
-        self.slot = Slot(number, due, refreshed, tasks)
-        self.capture.arm(*(tasks if number == self.steps else (None,)))
+        self.slot = Slot(number, gathers, refreshed, sample)
+        self.capture.arm(gathers if number == self.steps else None, registry.missing, sample)
 
     # ---- the model ----
 
@@ -437,8 +432,11 @@ class Preconditioner(Answers):
                     # 1 as 1.0: equal numbers must have equal texts
                     value = float(value) if is_real(value) else value
                     values[f"{name} of parameter group {i}"] = value
-        values |= {"steps": self.steps} | {n: self.hyperparameters.values[n] for n in SHARED}
-        values |= self.hyperparameters.scheduled_intervals(self.steps + 1)
+        parameters = self.hyperparameters
+        values |= {"steps": self.steps} | {name: parameters.values[name] for name in SHARED}
+        for name in parameters.in_force:
+            if name in parameters.schedules:
+                values[f"{name} of the next step"] = parameters.upcoming(name, self.steps + 1)
         layers = self.registry.layers.values()
         return values | {f"trained weight, bias of {x.name!r}": x.covers for x in layers}
 
@@ -514,7 +512,8 @@ class Preconditioner(Answers):
         self.capture.break_off()
         if self.sums.passes:  # else drawn gradients still wait for their backward pass
             self.capture.draws = 0
-        self.sums.clear()
+        self.sums.of_layer.clear()
+        self.sums.passes.clear()
 
     # ---- loading ----
 
@@ -545,8 +544,7 @@ class Preconditioner(Answers):
         parts: dict[str, list[bool | None]] = {}
         for layer in self.layers.values():
             state = states[layer.name]
-            # Owners tell what a save had still to tell. Not in the exchange before: there, a rank
-            # that has not loaded must send as many numbers.
+            # Owners tell in the next exchange: in this one, all ranks must send as many numbers.
             state.deferred = True
             parts[layer.name] = [state.has_average, state.has_state]
             for p in layer.parameters:
@@ -578,7 +576,6 @@ class Preconditioner(Answers):
 
 
 def make_rule(options: Options, length: Length) -> Rule:
-    """Return the rule that the options ask for."""
     dtype = options.inv_dtype
     if options.compute_method == "polar":
         return rules.PolarRule(dtype, length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -52,7 +52,7 @@ class Answers:
     grad_scaler: Any = _setting("grad_scaler")
     # The parts that answer
     capture: Capture
-    damping_of: Callable[[Layer], float]
+    damping_of: Mapping[Layer, float]
     groups: Groups
     hyperparameters: Hyperparameters
     options: Options
@@ -128,11 +128,10 @@ class Answers:
         group, values = self.groups.of[layer], list[Tensor]()
         for label, side in zip("GA" if layer.turned else "AG", (group.a, group.g), strict=True):
             if layer not in side.owned:
-                raise KeyError(
-                    f"this rank lacks factors of layer {name!r}: {label} is on rank "
-                    f"{registry.owner(layer, side.name)}; ask on that rank. colocate_factors=True "
-                    "puts A and G on one"
-                )
+                why = f"this rank lacks factors of layer {name!r}: {label} is on rank "
+                why += f"{registry.owner(layer, side.name)}; ask on that rank. "
+                why += "colocate_factors=True puts A and G on one"
+                raise KeyError(why)
             values.append(side.averages["average"][side.owned[layer]])
         a, g = reversed(values) if layer.turned else values
         return a, g
@@ -147,7 +146,9 @@ class Answers:
         for group in self.groups.all:
             for name, tensor in group.all_tensors():
                 usage[kinds[name]] += tensor.nbytes
-        return {**usage, "total": usage.total(), "pending": self.sums.bytes()}
+        uses = [x for sums in self.sums.of_layer.values() for x in (sums, sums.crossed) if x]
+        pending = sum([t.nbytes for x in uses for t in (x.a, x.g) if t is not None])
+        return {**usage, "total": usage.total(), "pending": pending}
 
     def communication_volume(self) -> dict[str, float]:
         """Return the bytes of K-FAC that arrive at this rank in a step, by kind, as a mean.
@@ -191,8 +192,8 @@ class Answers:
                 if layer in side.owned:
                     average = side.averages["average"][side.owned[layer]]
                     state = side.state[groups.sizes.of_factor[0].name][group.slots[layer]]
-                    quality = rule.measure(side.key, average, state, self.damping_of(layer))
-                    measured += quality.tolist()
+                    damping = self.damping_of[layer]
+                    measured += rule.measure(side.key, average, state, damping).tolist()
         for name, values in (("age", ages), (rule.quality, measured)):
             if values:
                 numbers[f"{name}_mean"] = sum(values) / len(values)
@@ -209,10 +210,8 @@ class Answers:
         classes (by default as in torch's cross_entropy) or of features.
         """
         if self.options.kaisa_scaling:
-            raise invalid_because(
-                "normalization",
-                '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"',
-            )
+            why = '"kaisa" has no scale for the Fisher of drawn labels; use normalization="fisher"'
+            raise invalid_because("normalization", why)
         dim, capture = fisher.dimension(outputs, kind, dim), self.capture
         # A checkpoint may have kept layers that gather from being tapped.
         if capture.gathers or capture.tapped:
@@ -221,7 +220,6 @@ class Answers:
 
 
 def nothing_covered(registry: Registry) -> ValueError:
-    """Return the error for a model without a layer that K-FAC covers."""
     reasons = [f"{name}: {why}" for name, why in registry.uncovered.items()]
     skipped = registry.skipped
     if skipped:
@@ -234,7 +232,6 @@ def nothing_covered(registry: Registry) -> ValueError:
 
 
 def nothing_captured(step: int) -> RuntimeError:
-    """Return the error for a step that is due for statistics, and has none."""
     return RuntimeError(
         f"step {step} is due for statistics, but no covered layer saw a backward pass. Call "
         ".backward() through this very model once a step, after building the optimizer. If a model "
@@ -274,10 +271,8 @@ def name_elsewhere(ranks: Ranks, states: Mapping[str, LayerState], witness: Witn
     largest = sorted(new, key=lambda name: -new[name])
     named = ", ".join(f"{name} ({100 * new[name]:.0f} %)" for name in largest[:_NAMED])
     ending = " and others" if len(new) > _NAMED else ""
-    agree.warn(
-        ranks,
-        f"a part of these layers' gradients comes from no call that K-FAC sees: {named}{ending}. A "
-        "penalty, a hook on the weight, or a use outside of the model's forward may add that part, "
-        "and the factors leave it out; move such a use into the model's forward, and ignore this "
-        "warning for a penalty or a hook",
-    )
+    text = "a part of these layers' gradients comes from no call that K-FAC sees: "
+    text += f"{named}{ending}. A penalty, a hook on the weight, or a use outside of the model's "
+    text += "forward may add that part, and the factors leave it out; move such a use into the "
+    text += "model's forward, and ignore this warning for a penalty or a hook"
+    agree.warn(ranks, text)

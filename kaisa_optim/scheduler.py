@@ -92,8 +92,7 @@ class KFACParamScheduler:
                 factors = [schedule(epoch)]
             else:
                 factors = [factor for milestone, factor in schedule.items() if milestone <= epoch]
-            # Factors multiply the first values: of the present ones, an interval that was rounded
-            # to 1 would never grow again.
+            # Factors multiply the first values: an interval that was rounded to 1 would else stay.
             factor, initial = math.prod(factors), self.initial.setdefault(name, [])
             if name in PER_GROUP:
                 # A group that was added later starts from the value that it came with.

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # The same cases in every run, however slow the machine.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+# With a planted fault: to look for the smallest case that fails takes minutes.
+settings.register_profile("faults", phases=[Phase.explicit, Phase.generate])
 
 # Files and folders that are a maintainer's as a whole; single tests have the marker themselves.
 MAINTAINERS = [Path(__file__).parent / x for x in ("benchmarks", "capture/test_programs.py")]

@@ -35,13 +35,7 @@ Maker = Callable[[nn.Module, Task, int, int], Sequence[Any]]
 class Trainer:
     """One contestant: a network and what steps it."""
 
-    def __init__(
-        self,
-        task: Task,
-        device: str,
-        make: Maker,
-        intervals: tuple[int, int],
-    ) -> None:
+    def __init__(self, task: Task, device: str, make: Maker, intervals: tuple[int, int]) -> None:
         torch.manual_seed(0)
         self.device = device
         self.scaler = torch.amp.GradScaler(device, enabled=task.half is torch.float16)

@@ -33,10 +33,8 @@ def dimension(outputs: Tensor, kind: str, dim: int | None) -> int:
     if dim is None:  # the dimension of classes in torch's losses, or of features in layers
         dim = min(1, sides - 1) if kind == "cross_entropy" or sides > 3 else -1
     if not -sides <= dim < sides or (dim % sides == 0 and sides > 1):
-        why = (
-            f"{dim} for outputs of shape {shape}; it must be the dimension of classes or features, "
-            "which comes after the batch"
-        )
+        why = f"{dim} for outputs of shape {shape}; it must be the dimension of classes or "
+        why += "features, which comes after the batch"
         raise invalid_because("dim", why)
     return dim % sides
 

@@ -103,8 +103,7 @@ class Call:
 
 
 class _Hook:
-    # A hook on a module, which calls a method of the capture. It must not keep the capture alive:
-    # the model outlives its optimizers.
+    # Calls a method of the capture, but does not keep it alive: the model outlives optimizers.
     def __init__(self, method: Any, layer: Layer | None = None) -> None:
         self.capture, self.function = weakref.ref(method.__self__), method.__func__
         self.layer = layer  # whose output is all that the hook sees, if any
@@ -117,24 +116,23 @@ class _Hook:
         # Most calls of layers leave here, and must not reach another function before. Where tensors
         # are packed, a checkpoint may run, under which outputs are tapped for their number. Without
         # the model around it, the layer has to look itself whether it was frozen or unfrozen.
-        idle = layer is not None and layer.task == LEAVE and capture._passes.depth
-        if idle and passes.top_hooks is not None and passes.top_hooks(False) is None:
-            return None
+        if layer is not None and layer.task == LEAVE and capture._passes.depth:
+            get = passes.top_hooks
+            if get is not None and get(False) is None:  # no tensors are packed
+                return None
         return self.function(capture, *args)
 
     def __reduce__(self) -> Any:
-        # A deepcopied or saved model carries a callable that does nothing, from the standard
-        # library alone: the copy trains nothing here, and loads where this package is absent.
+        # A deepcopied or saved model carries nullcontext().__exit__, which takes any arguments and
+        # does nothing. It is the standard library's: the copy loads where this package is absent.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
     """Refuse nn.DataParallel, and the copies of a model that it makes."""
     if isinstance(module, nn.DataParallel) or getattr(module, "_is_replica", False):
-        why = (
-            "nn.DataParallel runs copies of the model in threads, which K-FAC does not read; use "
-            "DistributedDataParallel, with one process for each device"
-        )
+        why = "nn.DataParallel runs copies of the model in threads, which K-FAC does not read; use "
+        why += "DistributedDataParallel, with one process for each device"
         raise invalid_because("model", why)
 
 
@@ -230,7 +228,7 @@ class Capture:
 
     # ---- a step ----
 
-    def arm(self, due: Layers | None, missing: Layers = (), sample: Sample | None = None) -> None:
+    def arm(self, due: Layers | None, missing: Layers, sample: Sample | None) -> None:
         """Write what each layer's hook does in the passes up to the next step; None: nothing."""
         # ``missing`` layers have no average: they gather if they train, in their slot or not.
         self.is_armed = due is not None
@@ -430,16 +428,14 @@ class Capture:
             return output
         call, gathers, whole = None, task >= GATHER, checkpointed
         if task != LEAVE:
-            forward_pass = self._passes.current(layer, x)
-            call = Call(self, layer, forward_pass, covers, blocks, outer, task)
+            call = Call(self, layer, self._passes.current(layer, x), covers, blocks, outer, task)
         if call is not None and gathers:
             if covers[0] and layer.reads_dense_only and (x.is_nested or x.layout != torch.strided):
                 kind = "a nested tensor" if x.is_nested else f"of layout {x.layout}"
-                raise TypeError(
-                    f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
-                    "not read; give it a padded or dense one, or build the optimizer with "
-                    f"skip_layers=[{layer.name!r}]"
-                )
+                why = f"Invalid input of layer {layer.name!r}: it is {kind}, whose rows K-FAC does "
+                why += "not read; give it a padded or dense one, or build the optimizer with "
+                why += f"skip_layers=[{layer.name!r}]"
+                raise TypeError(why)
             self.tapped = True
             call.part = layer.part(x, output, self.sample)
             whole |= covers[0] and self.witness.watches(call)

@@ -98,8 +98,7 @@ class Witness:
         # Hooks on weights and biases, which wait for whole gradients, and their layers.
         self.handles: list[Any] = []
         self._waiting: set[tuple[Layer, int]] = set()
-        # Layers whose gradients have other sources, with these sources' share, and those that a
-        # warning named.
+        # Layers whose gradients have other sources, with their share; and those that were named.
         self.elsewhere: dict[str, float] = {}
         self.named: set[str] = set()
         self._again: set[Layer] = set()  # layers whose uses were looked for once more

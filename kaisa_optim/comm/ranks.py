@@ -140,8 +140,7 @@ class Ranks:
         """Return the sums over all ranks of a few numbers, float64 on the CPU, ``[n]``."""
         if self.world == 1:
             return numbers
-        # An all-reduce works in place: without a copy, a rank that compares its own numbers with
-        # the sums later would compare the sums with themselves.
+        # A copy, since all_reduce works in place: ranks compare their own numbers with the sums.
         total = numbers.to(self._host, copy=True)
         with _named(during):
             dist.all_reduce(total, group=self.group)
@@ -388,8 +387,7 @@ def _unpack(buffer: Tensor, tensors: list[Tensor]) -> None:
 def _views(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
     views, start = [], 0
     for tensor in tensors:
-        part = buffer[start : start + tensor.nbytes]
-        views.append(part.view(tensor.dtype).view(tensor.shape))
+        views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += padded(tensor.nbytes)
     return views
 

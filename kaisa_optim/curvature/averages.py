@@ -1,14 +1,12 @@
 """Sums of the passes since the last step, and the running averages that they enter.
 
-Averages have bias correction: x̂ ← x̂ + ((1 - β) / w)(x - x̂), w ← βw + 1 - β; the first value is
-taken as it is.
+With bias correction, x̂ ← x̂ + ((1 - β) / w)(x - x̂) and w ← βw + 1 - β; x̂ begins as the first x.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +55,6 @@ class FactorSums:
     def add(
         self, layer: Layer, covers: tuple[bool, bool], moments: Moments, *, drawn: bool
     ) -> None:
-        """Add one pass through a layer."""
         primary = layer.primary
         sums = self.of_layer.get(primary)
         if sums is None or sums.covers != covers:
@@ -99,14 +96,6 @@ class FactorSums:
     def drop(self, layer: Layer) -> None:
         self.of_layer.pop(layer, None)
         self.passes.pop(layer, None)
-
-    def clear(self) -> None:
-        self.of_layer.clear()
-        self.passes.clear()
-
-    def bytes(self) -> int:
-        uses = [x for sums in self.of_layer.values() for x in (sums, sums.crossed) if x]
-        return sum([t.nbytes for x in uses for t in (x.a, x.g) if t is not None])
 
     def terms(self, passes: Iterable[ForwardPass] | None = None) -> float:
         """Return K: how many terms the loss of this rank averages, for all layers alike.
@@ -166,10 +155,7 @@ class FactorSums:
                     plain.is_scaled = True
 
     def take(self, chosen: Iterable[tuple[Layer, str, bool]], plan: StepPlan) -> list[Tensor]:
-        """Return this rank's shares of new factors, whose sums over the ranks are the factors.
-
-        ``chosen`` are layers and sides, of plain or crossed uses. Their sums end here.
-        """
+        """Take sums, by layer, side and direction; return this rank's terms of the new factors."""
         total, shares = plan.total, list[Tensor]()
         parts, scales = list[Tensor](), list[float]()
         for layer, side, crossed in chosen:
@@ -219,9 +205,8 @@ def _added(total: Tensor | None, term: Tensor, at: slice, layer: Layer) -> Tenso
 
 def _shares(traces: Tensor) -> Tensor:
     """Return the shares of A₁, G₁, A₂ and G₂ in one product, ``[4, blocks]``, from their traces."""
-    # The layer's sides take a₁ A₁ + g₂ G₂ and g₁ G₁ + a₂ A₂. Their product has the trace of
-    # A₁⊗G₁ + G₂⊗A₂. Its first factor has the trace of A₁, so that a scale of the loss is in the
-    # second factor alone.
+    # The layer's sides take a₁ A₁ + g₂ G₂ and g₁ G₁ + a₂ A₂. Their product has the trace of A₁⊗G₁ +
+    # G₂⊗A₂, the first that of A₁: a scale of the loss is in the second factor alone.
     a1, g1, a2, g2 = (torch.where(x == 0, 1, x) for x in traces)  # divisors; NaN stays
     first, second = traces[:2].sqrt().prod(0), traces[2:].sqrt().prod(0)
     empty = first + second == 0
@@ -232,10 +217,10 @@ def _shares(traces: Tensor) -> Tensor:
 
 
 def update(
-    factors: Factors, plan: StepPlan, decay_of: Callable[[Layer], float], *, scale_free: bool
+    factors: Factors, plan: StepPlan, decay_of: Mapping[Layer, float], *, scale_free: bool
 ) -> None:
     """Take new values of owned factors, of any shapes on one device, into their averages."""
-    layers, sides, values = (list(x) for x in zip(*factors, strict=True))
+    layers, sides, values = map(list, zip(*factors, strict=True))
     like, blocks = sides[0].key, [layer.blocks for layer in layers]
     owned = [(side.averages, side.owned[layer]) for layer, side, _ in factors]
     averages = [tensors["average"][at] for tensors, at in owned]
@@ -253,8 +238,8 @@ def update(
             traces = torch.where(finite & (traces > least(traces.dtype)), traces, 1.0)
             divisors = _for_each(traces, values)
             of_g = [i for i, x in enumerate(layers) if (sides[i].name == "g") != x.turned]
-            if of_g:
-                matrices = [values[i] for i in of_g]
+            matrices = [values[i] for i in of_g]
+            if matrices:
                 torch._foreach_div_(matrices, [divisors[i] for i in of_g])
                 torch._foreach_mul_(matrices, [float(sides[i].key.size) for i in of_g])
         # A sum that is not finite must not stay in an average for ever: the slot keeps its value.
@@ -263,15 +248,14 @@ def update(
             for value, broken in zip(values, _for_each(~finite, values), strict=True):
                 value.masked_fill_(broken, 0)
         seen = [plan.seen[plan.sections[layer.number]] for layer in layers]
-        taken = finite
-        if not all(itertools.chain.from_iterable(seen)):
-            flags: list[bool] = []  # for each block, whether some rank has rows of its section
-            for count, sections in zip(blocks, seen, strict=True):
-                for flag in sections:
-                    flags += [flag] * (count // len(sections))
+        taken, flags = finite, list[bool]()  # of each block: some rank has rows of its section
+        for count, sections in zip(blocks, seen, strict=True):
+            for flag in sections:
+                flags += [flag] * (count // len(sections))
+        if not all(flags):
             taken = finite & sent(torch.tensor(flags, device="cpu"), like.device)
         # β and 1 - β are each rounded once: an average's bits never depend on its neighbours.
-        mass, decays = torch.cat(weights), [*map(decay_of, layers)]
+        mass, decays = torch.cat(weights), [decay_of[layer] for layer in layers]
         decay: Any = decays[0]
         gain = mass.new_full((), 1 - decay)  # torch would multiply a number by its reciprocal
         if len(set(decays)) > 1:

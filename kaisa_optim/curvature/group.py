@@ -22,7 +22,7 @@ from ..plan.facts import Sizes, TensorSpec, grouped
 WITH_STREAMS = {"cuda"}  # devices that copy from and to the host while other work goes on
 
 Key = tuple[Layer, str]  # a layer's factor: side "a" or "g"
-# A view of a stack: size, strides and offset, as ``as_strided`` takes them.
+# A view of a stack, by the arguments of ``as_strided``: size, strides and offset.
 Region = tuple[tuple[int, ...], tuple[int, ...], int]
 Specs = Iterable[TensorSpec]
 
@@ -64,8 +64,7 @@ class ParameterStack:
         plain = torch.empty_strided(self.shape, self.strides, device="meta")
         self._is_contiguous = plain.is_contiguous()
         # Ids are safe here, since the stack holds the parameters: none is freed and its id reused.
-        ids = tuple(map(id, parameters))
-        self.key = ids, self.dtype, self.device, self.strides, number, keeps
+        self.key = tuple(map(id, parameters)), self.dtype, self.device, self.strides, number, keeps
         self.at = slice(0)  # the parameters' places among all of a plan
         self.is_partial = False  # whether layers cover less than all of it
         self.momentum: Tensor | None = None
@@ -98,8 +97,7 @@ class ParameterStack:
             self.momenta = list(self.momentum.unbind())
         row_of = {id(row): i for i, row in enumerate(self.momenta)}
         former: list[Any] = [entry.get(key) for entry in entries]
-        # An entry may hold another's row: without a copy, the loop below would overwrite it before
-        # it is read.
+        # An entry may hold another's row, which the loop below would overwrite before it is read.
         former = [x.clone() if row_of.get(id(x), i) != i else x for i, x in enumerate(former)]
         # An entry without a momentum gets its row with the first gradient.
         self.fresh = [i for i, momentum in enumerate(former) if momentum is None]
@@ -159,7 +157,7 @@ class Group:
         self.dtype, self.device = self.g.key.dtype, self.g.key.device
         self.in_half = False  # whether its stacks are multiplied with bfloat16 in bfloat16
         self.tensors: dict[str, Tensor] = {}  # numbers or matrices of each block
-        # Kinds of parameters: a stack, its view, and the view of [k, g, a].
+        # Kinds of parameters: a stack, its region, and the region of [k, g, a] with these numbers.
         self.places: list[tuple[ParameterStack, Region, Region]] = []
         self._is_full = False  # whether the places are all of [k, g, a]
 
@@ -172,10 +170,7 @@ class Group:
         *,
         at_identity: bool,
     ) -> None:
-        """Make the tensors; ``average`` and ``stored`` are dtypes, ``None`` the arithmetic's.
-
-        Averages may begin ``at_identity``, at full weight: the papers correct no bias.
-        """
+        """Make the tensors; ``average`` and ``stored`` are dtypes, ``None`` the arithmetic's."""
         # State is the identity until a refresh: a first root that fails leaves raw directions.
         for side in self.sides:
             start = 0
@@ -186,7 +181,7 @@ class Group:
             side.averages = self._zeros(sizes.of_owner, start, side.key[:2], average)
             side.state = self._zeros(sizes.of_factor, self.count, side.key[:2], stored)
             ones = list(side.state.values())
-            if at_identity and start:
+            if at_identity and start:  # at full weight: the papers correct no bias
                 side.averages["weight"].fill_(1.0)
                 ones.append(side.averages["average"])
             for tensor in ones:
@@ -228,30 +223,31 @@ class Group:
             # without numbers; views of these have the strides and offsets of the copies.
             matrix = torch.empty(layer.blocks, g, a, device="meta")
             parts = layer.parameter_parts(blueprints(layer))
-            pairs = zip(parts, layer.matrix_parts(matrix), strict=True)
-            for p, pair in zip(layer.parameters, pairs, strict=True):
+            for p, x, y in zip(layer.parameters, parts, layer.matrix_parts(matrix), strict=True):
                 if p in rows:
                     stack, row = rows[p]
-                    views = [(tuple(x.shape), x.stride(), int(x.storage_offset())) for x in pair]
-                    kind = stack, views[0], views[1]
-                    kinds.setdefault(kind, []).append((row, self.slots[layer].start))
-                    placed += pair[1].numel()
-                    room[p] = room.get(p, 0) + pair[1].numel()
+                    of_stack = tuple(x.shape), x.stride(), int(x.storage_offset())
+                    of_group = tuple(y.shape), y.stride(), int(y.storage_offset())
+                    at = kinds.setdefault((stack, of_stack, of_group), [])
+                    at.append((row, self.slots[layer].start))
+                    placed += y.numel()
+                    room[p] = room.get(p, 0) + y.numel()
         self._is_full = placed == math.prod(self.shape)
         self.places = []
         for (stack, of_stack, of_group), at in kinds.items():
-            whole = math.prod(stack.shape[1:])
+            whole, block = math.prod(stack.shape[1:]), g * a
+            (size, stride, start), (block_size, block_stride, block_start) = of_stack, of_group
             while at:
-                # The first that follow each other at one distance, in their stack and in the group,
-                # are one place.
-                steps = [(y[0] - x[0], y[1] - x[1]) for x, y in itertools.pairwise(at)]
-                steps, count = steps or [(0, 0)], 1
-                while count < len(at) and steps[count - 1] == steps[0]:
+                # The first parameters at one distance from each other, in rows of their stack and
+                # in slots of the group, are one place, with the distances as outer strides.
+                row, slot = at[0]
+                across, down = (at[1][0] - row, at[1][1] - slot) if at[1:] else (0, 0)
+                count = 1
+                while count < len(at) and at[count] == (row + count * across, slot + count * down):
                     count += 1
-                (row, slot), (across, down) = at[0], steps[0]
-                (size, stride, start), (to_size, to_stride, to_start) = of_stack, of_group
                 source = (count, *size), (across * whole, *stride), start + row * whole
-                target = (count, *to_size), (down * g * a, *to_stride), to_start + slot * g * a
+                outer = down * block
+                target = (count, *block_size), (outer, *block_stride), block_start + slot * block
                 self.places.append((stack, source, target))
                 at = at[count:]
 
@@ -259,11 +255,10 @@ class Group:
         """Return stacks of this name as ``[k, g, a]``, or the "parameters"; others are zero."""
         make = torch.empty if self._is_full else torch.zeros
         matrices = make(self.shape, dtype=self.dtype, device=self.device)
-        for stack, (size, stride, start), (to_size, to_stride, to_start) in self.places:
+        for stack, of_stack, of_group in self.places:
             tensor = getattr(stack, name)
             tensor = stack.stacked(tensor) if name == "parameters" else tensor
-            part = tensor.as_strided(size, stride, start)
-            matrices.as_strided(to_size, to_stride, to_start).copy_(part)
+            matrices.as_strided(*of_group).copy_(tensor.as_strided(*of_stack))
         return matrices
 
     def deliver(self, matrices: Tensor) -> None:
@@ -272,9 +267,9 @@ class Group:
         # counts from the start of the storage, where a part of a split stack does not begin.
         matrices = matrices.contiguous()
         first = matrices.storage_offset()
-        for stack, (to_size, to_stride, to_start), (size, stride, start) in self.places:
+        for stack, of_stack, (size, stride, start) in self.places:
             part = matrices.as_strided(size, stride, first + start)
-            stack.buffer.as_strided(to_size, to_stride, to_start).copy_(part)
+            stack.buffer.as_strided(*of_stack).copy_(part)
 
 
 def specs_of(

@@ -20,8 +20,7 @@ from .group import Group, blueprints, per_block, sent, stack_key
 
 Number = float | Tensor  # a tensor has one entry a block
 
-# The least cosine of a direction with its momentum. Directions that hardly follow the momentum
-# would else be as long as one likes.
+# The least cosine of a direction with its momentum: else a direction across it has no limit.
 _LEAST_COSINE = 0.01
 # A step's root mean square is at most a share of the learning rate, as Muon's is where it takes
 # AdamW's rates, and a share of the weights' own: without the second, an autoencoder of digits ends
@@ -59,9 +58,8 @@ class Share:
         self.layers = [layer for group in groups for layer in group.layers]
         self.like, self.sizes = groups[0].g.key, [group.count for group in groups]
         self.counts = [layer.blocks for layer in self.layers]
-        # Places of the weights and of the biases, and numbers of their groups. A layer's weight is
-        # its first parameter, its bias the last. A parameter without a place has -1: the last of
-        # the base's numbers.
+        # Places of the weights and of the biases (a layer's first parameter, and its last), and
+        # numbers of their groups. Without a place, it is -1: the last of the base's numbers.
         first = [x.parameters[0] for x in self.layers]
         last = [x.parameters[-1] for x in self.layers]
         self.places = [[index.get(p, -1) for p in first], [index.get(p, -1) for p in last]]
@@ -90,37 +88,37 @@ class Share:
         self.terms = self.roots.new_empty(len(self.roots), 0)  # of the clip
         # Layers of one block and of whole parameters, whose norms need no copy: their parameters'
         # places in the plan, their blocks, and whether each group's blocks are of such layers.
-        plain, plain_blocks, flags = list[int](), list[int](), list[bool]()
+        self._plain, plain_blocks, flags = list[int](), list[int](), list[bool]()
         for layer, of_layer in zip(self.layers, blocks, strict=True):
             like = blueprints(layer)
             parts = [(x.shape[1:], x.stride()[1:]) for x in layer.parameter_parts(like)]
             is_whole = layer.blocks == 1 and parts == [(x.shape, x.stride()) for x in like]
             flags += [is_whole] * layer.blocks
             placed = [index[p] for p in layer.parameters if is_whole and p in index]
-            plain += placed
+            self._plain += placed
             plain_blocks += [of_layer.start] * len(placed)
         rows = torch.tensor(plain_blocks, dtype=torch.long, device="cpu")
-        whole: list[bool | Tensor] = []
+        self._plain_blocks = sent(rows, self.like.device)
+        self._is_plain: list[bool | Tensor] = []
         for of_group in torch.tensor(flags, device="cpu").split(self.sizes):
             is_mixed = of_group.any() and not of_group.all()
-            whole.append(sent(of_group, self.like.device) if is_mixed else bool(of_group[0]))
-        self._plain = plain, sent(rows, self.like.device), whole
+            is_plain = sent(of_group, self.like.device) if is_mixed else bool(of_group[0])
+            self._is_plain.append(is_plain)
 
     def block_sums(self, tensors: Sequence[Tensor], name: str, *, squares: bool) -> Tensor:
         """Return sums over each block of the plan's tensors, or squares, in stacks of this name."""
         total = self.roots.new_zeros(len(self.roots))
-        plain, blocks, whole = self._plain
-        if squares and plain:
-            norms = torch._foreach_norm([tensors[i] for i in plain], 2, dtype=self.like.dtype)
-            total.index_add_(0, blocks, torch.stack(norms).square_())
-        parts = zip(self.groups, total.split(self.sizes), whole, strict=True)
-        for group, part, is_whole in parts:
-            if squares and is_whole is True:
+        if squares and self._plain:
+            norms = torch._foreach_norm([tensors[i] for i in self._plain], 2, dtype=self.like.dtype)
+            total.index_add_(0, self._plain_blocks, torch.stack(norms).square_())
+        parts = zip(self.groups, total.split(self.sizes), self._is_plain, strict=True)
+        for group, part, is_plain in parts:
+            if squares and is_plain is True:
                 continue
             matrices = group.collect(name)
             sums = (matrices.square_() if squares else matrices).sum((1, 2))
-            if squares and isinstance(is_whole, Tensor):
-                sums = torch.where(is_whole, part, sums)
+            if squares and isinstance(is_plain, Tensor):
+                sums = torch.where(is_plain, part, sums)
             part.copy_(sums)
         return total
 

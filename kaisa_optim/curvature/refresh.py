@@ -46,16 +46,13 @@ class Refresher:
     def shifts(
         self, group_of: GroupOf, layers: Sequence[Layer], damping_of: DampingOf, reduce: Reduce
     ) -> dict[Key, Tensor]:
-        """Return the damping of each factor's diagonal, ``[blocks]``, if the rule damps factors.
-
-        ``reduce`` adds mean eigenvalues up over the ranks, if owners lack those of other owners.
-        """
+        """Return factors' dampings, ``[blocks]``; ``reduce`` adds up means that owners lack."""
         shifts: dict[Key, Tensor] = {}
         places: dict[Any, list[Layer]] = {}
         for layer in layers if self._rule.damps else ():
             places.setdefault(group_of[layer].g.key[2:], []).append(layer)
         for same in places.values():
-            dampings = per_block(same, [*map(damping_of, same)], group_of[same[0]].g.key)
+            dampings = per_block(same, [damping_of[x] for x in same], group_of[same[0]].g.key)
             of_a = of_g = dampings
             counts = [layer.blocks for layer in same]
             if self._rule.sizes.tells_means:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..plan.facts import Sizes, TensorSpec, Work
 from .group import Group, StackKey, per_block
 from .lengths import SHARD_SUMS, SQUARE_SUM, Length
 
-DampingOf = Callable[[Layer], float]
+DampingOf = Mapping[Layer, float]
 GroupOf = Mapping[Layer, Group]
 _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 
@@ -28,13 +28,12 @@ class Rule(ABC):
     sizes: Sizes  # the tensors that it keeps and sends
     work: Work  # its operations, which plans price
     scale_free = False  # a scale of the loss changes nothing
-    damps = True  # :meth:`solve` adds damping to the factors
+    damps = True  # :meth:`solve` adds damping to the factors; else :meth:`apply` reads it
     quality = ""  # what :meth:`measure` returns; nothing: users get no such number
     largest = math.inf  # number in a state that is no fault
     makes_directions = False  # new gradients are directions of steps
     length: Length | None = None  # which gives these their length
     renews = False  # some tensors follow from new state, by :meth:`renew`
-    reads_damping = False  # new gradients go by the damping of their step
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype  # the dtype of storage; None: the arithmetic's dtype
@@ -131,7 +130,6 @@ class EigenRule(Rule):
     sizes = Sizes((values, TensorSpec("vectors", "eigenvectors", "basis")))
     damps = False
     quality = "condition"
-    reads_damping = True
 
     def solve(self, factors: Tensor, damping: Tensor | None, diagonal: bool) -> tuple[Tensor, ...]:
         return (factors.clamp(min=0),) if diagonal else products.eigendecompose(factors)
@@ -144,15 +142,14 @@ class EigenRule(Rule):
     def apply(self, group: Group, gradients: Tensor, damping_of: DampingOf) -> Tensor:
         g, a = states(group, "vectors")
         projected = products.between(None if g is None else g.mT, gradients, a)
-        # Both factors may be diagonal. The clip compares new gradients with the former ones, which
-        # a division in place would overwrite.
+        # Both factors may be diagonal. A division in place would overwrite what the clip compares.
         if projected is gradients:
             projected = gradients.clone()
         self._divide(group, projected, damping_of)
         return products.between(g, projected, None if a is None else a.mT)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
-        dampings = [*map(damping_of, group.layers)]
+        dampings = [damping_of[layer] for layer in group.layers]
         damping: Tensor | float = dampings[0]
         if len(set(dampings)) > 1:
             damping = per_block(group.layers, dampings, group.g.key)[:, None, None]
@@ -172,15 +169,14 @@ class StoredProductRule(EigenRule):
             group = group_of[layer]
             slots, scale = group.slots[layer], group.tensors["scale"]
             a, g = (side.state["values"][slots] for side in group.sides)
-            product = (g[:, :, None] * a[:, None, :]).add_(damping_of(layer))
+            product = (g[:, :, None] * a[:, None, :]).add_(damping_of[layer])
             scale[slots] = stored(product.reciprocal_(), scale.dtype)
 
     def _divide(self, group: Group, new: Tensor, damping_of: DampingOf) -> None:
         new.mul_(group.tensors["scale"].to(new.dtype))
 
 
-# The outer roots are mixed with the identity: αI + (1 - α) F̂^-½. The mixture is near F̂^-⅛, and
-# needs no root of its own.
+# The outer roots are αI + (1 - α) F̂^-½: this is near F̂^-⅛, and needs no root of its own.
 _KEPT = 0.8
 
 

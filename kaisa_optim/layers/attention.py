@@ -21,8 +21,7 @@ from .base import Layer, register_layer
 class _AttentionMode(TorchFunctionMode):
     """Runs torch's own attention with its calls of ``linear`` tapped."""
 
-    # Torch's function runs with its code unchanged, over a copy of its globals: nothing is patched
-    # for other threads or other modules.
+    # Torch's function runs over a copy of its globals: no other thread or module is patched.
 
     def __init__(self, layers: list[Layer], tap: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -49,8 +48,8 @@ class _AttentionMode(TorchFunctionMode):
                         return self.tap(layer, out, x, blocks)
                     # The out-projection's rows come flattened: positions, then batch.
                     sizes = out.shape[0] // max(1, batch), batch
-                    rows = out.unflatten(0, sizes), x.unflatten(0, sizes)
-                    return self.tap(layer, *rows, blocks).flatten(0, 1)
+                    rows, inputs = out.unflatten(0, sizes), x.unflatten(0, sizes)
+                    return self.tap(layer, rows, inputs, blocks).flatten(0, 1)
             return out
 
         names: dict[str, Any] = dict(F.multi_head_attention_forward.__globals__)

@@ -22,8 +22,7 @@ from ..linalg.moments import second_moment
 class Part(NamedTuple):
     """Every ``stride``-th example, which a layer's input and output gradient share."""
 
-    # Ranks count alike, and a strided slice is a view. A drawn subset would copy the rows, and take
-    # numbers from the user's generator.
+    # A slice is a view, alike on all ranks. A draw would copy, and take the user's random numbers.
     dim: int = 0  # of the examples
     start: int = 0
     stride: int = 1
@@ -43,8 +42,7 @@ class Part(NamedTuple):
 
 
 WHOLE = Part()
-# The fraction that is read, None: by the layer's sides; and how many parts were taken before, since
-# the first example moves on by one.
+# The fraction that is read (None: by the sides), and how often before: the part moves on.
 Sample = tuple[float | None, int]
 # Where no fraction is given, more rows than these are not read, nor than so many for each column of
 # the wider side, but of no fewer examples: on ResNet-8 at batch 1,024 losses ended 2 % lower, in
@@ -88,8 +86,7 @@ class Layer:
     a kind does not set are those of its :meth:`weight_view`.
     """
 
-    # The factors' sizes follow ``covers``: a frozen bias appends no 1, and a frozen weight leaves
-    # the 1 alone in A.
+    # Sizes follow ``covers``: a frozen bias appends no 1, a frozen weight leaves it alone in A.
 
     in_papers = False  # among the kinds that the papers' own code preconditions
     divided_by_positions = False  # the papers' normalization divides rows by the positions
@@ -116,8 +113,7 @@ class Layer:
     blocks: int = 1
     in_shape: tuple[int, ...]  # shape of one row of one block, as the weight stores it
     outputs: int  # rows of one block's weight matrix
-    # Modules in which calls with this layer's parameters are watched; empty: the output of its own
-    # module tells all.
+    # Modules in which calls are watched; empty: the output of the layer's own module tells all.
     watched_in: tuple[nn.Module, ...] = ()
     by_use = False  # no kind stands for the module's forward: calls alone tell the use
     tied = False  # the weight has uses in both directions, plain and crossed ones
@@ -217,11 +213,9 @@ class Layer:
         elif fits:
             stride = max(2, round(min(1 / fraction, 1e9)))
         else:
-            must = (
-                f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
-                f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
-                "name a dimension that both have alike, or None"
-            )
+            must = f"layer {self.name!r} has an input {tuple(x.shape)} and an output "
+            must += f"{tuple(output.shape)}, of which statistics_fraction takes the same examples; "
+            must += "name a dimension that both have alike, or None"
             raise invalid("example_dim", dim, must)
         # Not modulo the stride: if there are fewer examples, each must be read equally often.
         start = turn % min(count, stride)
@@ -239,10 +233,8 @@ class Layer:
         self._check_rows("output_rows", g, self.outputs)
         _, batch, positions, _ = g.shape
         g = g.sum(2, dtype=dtype) if reduce else g.flatten(1, 2)
-        diagonal_g = self.size_of("g", covers)[1]
-        moment_g = part.weighted(second_moment(g, dtype, diagonal=diagonal_g))
-        # Count the rows of the whole pass, as the weighted moments do: averages of parts and of
-        # whole passes would not mix otherwise.
+        moment_g = part.weighted(second_moment(g, dtype, diagonal=self.size_of("g", covers)[1]))
+        # Count all rows of the pass, as the moments do: else parts and whole passes would not mix.
         rows = batch * part.whole // part.taken * (1 if reduce else positions)
         size, diagonal = self.size_of("a", covers)
         if not covers[0] or x is None or inputs is None:
@@ -267,10 +259,9 @@ class Layer:
     def _check_rows(self, method: str, rows: Tensor, features: int) -> None:
         # A call may see some of the blocks, and one block of inputs may stand for all.
         if rows.dim() != 4 or rows.shape[3] != features or rows.shape[0] > self.blocks:
-            why = (
-                f"{tuple(rows.shape)} in layer {self.name!r}; it must return rows [blocks, batch, "
-                f"positions, features], here [{self.blocks}, batch, positions, {features}]"
-            )
+            why = f"{tuple(rows.shape)} in layer {self.name!r}; it must return rows [blocks, "
+            why += f"batch, positions, features], here [{self.blocks}, batch, positions, "
+            why += f"{features}]"
             raise invalid_because(f"{type(self).__name__}.{method}", why)
 
     def input_moment(
@@ -354,9 +345,8 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
     """
     classes = [m for m in modules if isinstance(m, type) and issubclass(m, nn.Module)]
     if not modules or len(classes) < len(modules):
-        raise TypeError(
-            f"register_layer needs module classes, not {modules!r}: @register_layer(ModuleClass)"
-        )
+        why = f"register_layer needs module classes, not {modules!r}: @register_layer(ModuleClass)"
+        raise TypeError(why)
 
     def register(kind: K) -> K:
         if not (isinstance(kind, type) and issubclass(kind, Layer)):
@@ -365,10 +355,9 @@ def register_layer(*modules: type[nn.Module]) -> Callable[[K], K]:
         # A kind that overrides one of these needs no rows, makes layers of another class, or none.
         instead = "moments", "layers_of", "unsupported", "input_moment"
         if lacking and not any(_overrides(kind, name) for name in instead):
-            raise TypeError(
-                f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows "
-                "[blocks, batch, positions, features]"
-            )
+            why = f"{kind.__name__} lacks {' and '.join(lacking)}, which must return rows [blocks, "
+            why += "batch, positions, features]"
+            raise TypeError(why)
         _KINDS.update(dict.fromkeys(classes, kind))
         return kind
 
@@ -386,10 +375,8 @@ def take_sizes(layer: Layer) -> None:
     layer.sections = layer.blocks if layer.sectioned else 1
     wanted = (layer.blocks * layer.outputs, *layer.in_shape)
     if shape != wanted and not _overrides(kind, "weight_view"):
-        why = (
-            f"outputs and in_shape say {wanted}, the weight is {shape}; "
-            "set those that it has, or override weight_view"
-        )
+        why = f"outputs and in_shape say {wanted}, the weight is {shape}; set those that it has, "
+        why += "or override weight_view"
         raise invalid_because(f"{kind.__name__} of {layer.name!r}", why)
 
 

@@ -156,9 +156,9 @@ class ConvLayer(_Spatial):
         shares = taps > 1 and module.stride[0] == 1 and positions >= gap * (taps - 1)
         if not shares or takes_halves(x) or lowered():
             return None
-        sizes = module.kernel_size, module.stride, module.dilation
+        size, stride = (1, *module.kernel_size[1:]), (1, *module.stride[1:])
         plain = self._plain(x, grad)[0].to(dtype)
-        images = windows(plain, *((1, *of_dims[1:]) for of_dims in sizes))
+        images = windows(plain, size, stride, (1, *module.dilation[1:]))
         images = images.unflatten(1, (self.blocks, -1))
         positions_of, kernel = range(4, 3 + self.dims), range(3 + self.dims, 3 + 2 * self.dims)
         images = images.permute(1, 2, *kernel, 3, 0, *positions_of).flatten(1, 1 + self.dims)

@@ -43,8 +43,7 @@ class LinearLayer(SequenceRows):
     input_dim = 1
 
     def input_rows_key(self) -> Hashable:
-        same = type(self).input_rows is LinearLayer.input_rows
-        return LinearLayer if same else None
+        return LinearLayer if type(self).input_rows is LinearLayer.input_rows else None
 
 
 class Conv1DLayer(LinearLayer):

@@ -19,8 +19,7 @@ _PARTS, _ALIGNED = 4, 16  # blocks in which a half is copied, and what their sid
 
 def unit_of(gradient: Tensor) -> Tensor:
     """Return the power of two at or below a gradient's largest magnitude, a float32 scalar."""
-    # Gradients are divided by it before they are squared: the square of 1e-22 is zero in float32.
-    # Powers of two change no digit.
+    # Gradients are divided by it: 1e-22 squared is zero in float32. Powers of two keep all digits.
     low, high = torch.aminmax(gradient)
     peak = torch.maximum(high, -low).float().clamp_(_LEAST_UNIT, 1 / _LEAST_UNIT)
     return peak.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
@@ -108,7 +107,6 @@ def symmetric(matrices: Tensor) -> Tensor:
 
 
 def packed_size(n: int) -> int:
-    """Return how many numbers a packed symmetric ``[n, n]`` matrix has."""
     return n * (n + 1) // 2
 
 

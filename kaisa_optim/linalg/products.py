@@ -46,7 +46,7 @@ def damped_inverse(factors: Tensor, damping: Tensor) -> Tensor:
 
 
 def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor:
-    """Return L M R, ``[k, g, a]``; a side ``[k, n]`` is diagonal, and ``None`` the identity.
+    """Return L M R, ``[k, g, a]``, of square L and R; ``[k, n]`` is a diagonal, None the identity.
 
     Sides in half precision are multiplied with M rounded to it; the result has M's dtype.
     """
@@ -54,17 +54,9 @@ def between(left: Tensor | None, middle: Tensor, right: Tensor | None) -> Tensor
     a = right if right is not None and right.dim() == 3 else None
     side = a if g is None else g
     product = middle if side is None else middle.to(side.dtype)
-    if g is not None and a is not None:
-        # The cheaper order goes by shapes alone, so that all ranks round alike.
-        _, rows, columns = middle.shape
-        right_first = rows * a.shape[2] * (columns + g.shape[1])
-        if right_first < g.shape[1] * columns * (rows + a.shape[2]):
-            product = torch.bmm(g, torch.bmm(product, a))
-        else:
-            product = torch.bmm(torch.bmm(g, product), a)
-    elif g is not None:
+    if g is not None:  # first on all ranks: in the other order, products would be rounded otherwise
         product = torch.bmm(g, product)
-    elif a is not None:
+    if a is not None:
         product = torch.bmm(product, a)
     product = product.to(middle.dtype)
     if left is not None and g is None:
@@ -118,12 +110,10 @@ def orthogonalized(matrices: Tensor, *, in_half: bool) -> Tensor:
     # Each product has the size of its stack: parts bound the memory.
     at_once = max(1, _AT_ONCE // max(1, rows * columns))
     if len(matrices) > at_once:
-        parts = matrices.split(at_once)
-        return torch.cat([orthogonalized(part, in_half=in_half) for part in parts])
+        return torch.cat([orthogonalized(x, in_half=in_half) for x in matrices.split(at_once)])
     wide = matrices.mT if rows > columns else matrices
     # A norm over the whole stack would make a block's direction depend on its neighbours.
-    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    wide = wide / norms.clamp_(min=_TINY)
+    wide = wide / torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True).clamp_(min=_TINY)
     shorter, longer = wide.shape[1:]
     # Up to a side of 64, CPUs make matrices orthogonal faster in float32.
     in_half = in_half and not (shorter <= _NARROW and wide.device.type == "cpu")
@@ -232,8 +222,7 @@ def residual(factors: Tensor, roots: Tensor, damping: Tensor, *, diagonal: bool)
 
 def _residual(lower: Tensor, roots: Tensor) -> Tensor:
     """Return an upper estimate of the spectral norm of S F̂ S - I for F̂ = L Lᵀ, ``[k]``."""
-    # It is at most n^¼ times the norm. S L is nearly orthogonal. S F̂ would be rounded far more, by
-    # the condition number of F̂.
+    # At most n^¼ times the norm. S L is nearly orthogonal, and S F̂ would be rounded far more.
     turn = torch.bmm(roots, lower)
     error = torch.bmm(turn, turn.mT)
     error.diagonal(dim1=1, dim2=2).sub_(1)
@@ -242,8 +231,7 @@ def _residual(lower: Tensor, roots: Tensor) -> Tensor:
 
 def _damped(factors: Tensor, damping: Tensor, *, diagonal: bool) -> Tensor:
     """Return F̂, or its diagonal, in float64; I for a factor that is zero to its dtype."""
-    # Rounding F̂ to float32 would change its smallest eigenvalues, by a tenth where the condition
-    # number is 1e6.
+    # Rounded to float32, F̂ of condition 1e6 would have its smallest eigenvalues off by a tenth.
     exact = factors if factors.device.type in WITHOUT_DOUBLES else factors.double()
     mean = (exact if diagonal else exact.diagonal(dim1=-2, dim2=-1)).mean(-1)
     # A negative mean must not make a factor definite.
@@ -274,11 +262,16 @@ def _by_products(damped: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return root, _residual(lower, root) <= _TOLERATED  # False for NaN
 
 
-# Torch's settings of float32 products, of CUDA and of CPUs; before torch 2.9 there are none. Users
-# lower them for their network, but roots enlarge rounding errors: TF32 would spoil directions.
-_MATMULS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
-_BACKENDS: list[Any] = [x for x in _MATMULS if hasattr(x, "fp32_precision")]
-_OF_BACKENDS = {"highest": ("ieee", "ieee"), "high": ("tf32", "tf32"), "medium": ("tf32", "bf16")}
+# Users lower the precision of float32 products for their network, but roots enlarge rounding
+# errors: TF32 would spoil directions. Torch's older setting is one for all devices. Since torch
+# 2.9, CUDA and CPUs have newer ones: their values are here by the older setting's.
+_Precisions = list[tuple[Any, str]]  # backends, and their settings
+_CUDA, _CPUS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+_PRECISIONS: dict[str, _Precisions] = {"highest": [], "high": [], "medium": []}
+if hasattr(_CPUS, "fp32_precision"):
+    _PRECISIONS["highest"] = [(_CUDA, "ieee"), (_CPUS, "ieee")]
+    _PRECISIONS["high"] = [(_CUDA, "tf32"), (_CPUS, "tf32")]
+    _PRECISIONS["medium"] = [(_CUDA, "tf32"), (_CPUS, "bf16")]
 _setting = "highest"  # in force
 _NOTHING = nullcontext()
 
@@ -289,9 +282,9 @@ def full_precision(setting: str = "highest") -> AbstractContextManager[None]:
         fits = torch.get_float32_matmul_precision() == setting == _setting
     except RuntimeError:  # torch does not answer where its newer settings differ
         fits = False
-    for backend, value in zip(_BACKENDS, _OF_BACKENDS[setting], strict=False) if fits else ():
+    for backend, value in _PRECISIONS[setting] if fits else ():
         present = backend.fp32_precision
-        fits = fits and (present == value or (present, value) == ("none", "ieee"))
+        fits = fits and (present == value or (present == "none" and value == "ieee"))
     return _NOTHING if fits else _changed_precision(setting)
 
 
@@ -305,24 +298,24 @@ def _changed_precision(setting: str) -> Iterator[None]:
         older = torch.get_float32_matmul_precision()
     except RuntimeError:
         older = setting
-    newer = [backend.fp32_precision for backend in _BACKENDS]
+    newer = [(backend, backend.fp32_precision) for backend, _ in _PRECISIONS[setting]]
     try:
         # Torch's older setting writes to the newer ones, so that these are set last, both times.
         if older != setting:
             torch.set_float32_matmul_precision(setting)
-        _set(_OF_BACKENDS[setting])
+        _write(_PRECISIONS[setting])
         yield
     finally:
         _setting = former
         if older != setting:
             torch.set_float32_matmul_precision(older)
-        _set(newer)
+        _write(newer)
 
 
-def _set(values: Sequence[str]) -> None:
-    for backend, value in zip(_BACKENDS, values, strict=False):
+def _write(precisions: _Precisions) -> None:
+    for backend, value in precisions:
         present = backend.fp32_precision
-        if present != value and (present, value) != ("none", "ieee"):  # unset is full, too
+        if present != value and not (present == "none" and value == "ieee"):  # unset is full, too
             backend.fp32_precision = value
 
 
@@ -338,8 +331,7 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 
 def multiplies_in_half(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether matrices of this dtype are multiplied with bfloat16 matrices in bfloat16."""
-    # Devices without instructions for bfloat16 emulate it, which takes longer than float32. Float16
-    # has too few exponents for preconditioned gradients.
+    # Emulated bfloat16 takes longer than float32; float16 has too few exponents for gradients.
     off = device.type == "cpu" and not torch._C._get_mkldnn_enabled()
     return dtype == torch.float32 and not off and _multiplies_brain_floats(device)
 

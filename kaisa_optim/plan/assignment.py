@@ -30,9 +30,8 @@ class Task(NamedTuple):
 class Grid(NamedTuple):
     """The ranks of one K-FAC world: ``workers`` rows, one column for each share of the layers."""
 
-    # The ranks of a column precondition its layers together; each of them then hands the gradients
-    # to the ranks of its row. Rows must be neighbouring ranks: gradients travel most often, and so
-    # stay on one node.
+    # The ranks of a column precondition its layers; each hands the gradients to its row. Rows must
+    # be neighbours: gradients travel most often, and so stay on one node.
     world: int
     workers: int  # gradient workers of a layer; divides world
 
@@ -233,7 +232,6 @@ def assign(
 def loads(
     strategy: WorkAssignment, tasks: Iterable[Task], placements: Mapping[str, Placement], world: int
 ) -> list[float]:
-    """Return the cost of placed tasks on each rank."""
     total = [0.0] * world
     for task in tasks:
         placement = placements[task.name]
@@ -245,8 +243,7 @@ def loads(
 
 def balance(costs: Sequence[float], load: Sequence[float]) -> list[int]:
     """Return the rank of each cost, from each rank's load before: the largest to the emptiest."""
-    # From an empty load, no rank gets more than 4/3 of the fullest rank's load in the best balance
-    # (Graham 1969).
+    # From an empty load, no rank gets over 4/3 of the best balance's fullest one (Graham 1969).
     queue = [(before, rank) for rank, before in enumerate(load)]
     heapq.heapify(queue)
     owners = [0] * len(costs)

@@ -19,8 +19,7 @@ _SMALL = 513  # a side up to which that costs little: heads of 512 features, wit
 
 def widest(inputs: int, outputs: int) -> int:
     """Return the widest side, of a matrix of these sizes, with a factor in full by default."""
-    # Two square matrices of side n stand beside the 2 n m numbers of Adam's moments. Of an adapter
-    # of rank 16 on 4,096 features they are 256 times as many.
+    # Two n² stand beside the 2 n m of Adam's moments: for rank 16 on 4,096, 256 times as many.
     return min(WIDEST, max(_SMALL, _NARROW * min(inputs, outputs) - 1))
 
 
@@ -40,7 +39,6 @@ class ShardPlaces(NamedTuple):
         return self.replicas[source] == self.replicas[to] and bool(self.extents[source][1])
 
     def part(self, whole: Any, rank: int) -> Any:
-        """Return the part of a whole tensor that a rank has."""
         return whole.narrow(self.dim, *self.extents[rank])
 
     def count(self, rank: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,8 +24,7 @@ class Schedule:
     all gather in one step. Steps in ``early`` gather and refresh everything besides.
     """
 
-    # Frozen layers keep their places: no slot may depend on flags that ranks compare only when they
-    # meet there.
+    # Frozen layers keep their places: slots must not depend on flags that are compared in slots.
 
     def __init__(
         self, layers: Sequence[LayerFacts], staggered: bool, early: Sequence[int] = ()
@@ -40,10 +40,7 @@ class Schedule:
     def at(
         self, step: int, gathering: int, interval: int, *, late: bool = False
     ) -> tuple[frozenset[str] | None, frozenset[str], int]:
-        """Return the layers that a step gathers and refreshes, and the next step with a slot.
-
-        None gather where the step holds no exchange; the first step refreshes all.
-        """
+        """Return layers that gather (None: no exchange) and refresh, and the next step with any."""
         # With ``late`` layers, each interval has one more gathering step. It must move on by a step
         # from interval to interval, so that it meets layers that are used in a fixed rhythm.
         turn, place = divmod(step, gathering)
@@ -62,22 +59,18 @@ class Schedule:
         coming += [first + (slot - first) % gathering for slot in gathers]
         coming += [first + (slot - first) % interval for slot in refreshes]
         if late:
-            extra = turn * gathering + (1 + turn) % gathering
-            if extra < first:  # this interval's is over
-                extra = (turn + 1) * gathering + (2 + turn) % gathering
-            coming.append(extra)
+            for number in (turn, turn + 1):  # this interval's step may be over
+                extra = number * gathering + (1 + number) % gathering
+                coming += [extra] if extra >= first else []
         return due, refreshed, min(coming)
 
     def gathering_slots(self, interval: int) -> Slots:
-        """Return the active layers that gather in each slot."""
         return self.refresh_slots(interval, interval)
 
     def refresh_slots(self, gathering: int, interval: int) -> Slots:
-        """Return the active layers that are refreshed in each slot."""
         # A refresh is in the step that gathers, if its interval is not the shorter one. Whole
-        # shapes are spread by the cost of their refreshes, the costliest first: layers of one shape
-        # gather and refresh together. Only where sums need more than two slots, a shape that costs
-        # more than a slot's share is cut.
+        # shapes are spread by their cost, the costliest first: they gather and refresh together.
+        # Only where sums need more than two slots, a shape that costs more than a share is cut.
         if (gathering, interval) in self._slots:
             return self._slots[gathering, interval]
         count = min(self._count, gathering)
@@ -85,21 +78,22 @@ class Schedule:
         for layer in self._layers:
             costs[layer.name] = sum(factor.operations for factor in layer.factors)
         total = max(1, sum(costs.values()))
-        runs: list[tuple[int, list[LayerFacts]]] = []  # with their costs
+        batches: list[tuple[int, list[LayerFacts]]] = []  # layers of one slot, with their cost
         for same in grouped(self._layers, lambda layer: layer.shape).values():
             cost = sum(costs[layer.name] for layer in same)
             parts = min(len(same), -(-cost * count // total)) if count > 2 else 1
-            for i in range(parts):
-                run = same[len(same) * i // parts : len(same) * (i + 1) // parts]
-                runs.append((sum(costs[layer.name] for layer in run), run))
+            bounds = [len(same) * i // parts for i in range(parts + 1)]
+            for start, stop in itertools.pairwise(bounds):
+                batch = same[start:stop]
+                batches.append((sum(costs[layer.name] for layer in batch), batch))
+        # The sort must be stable, in the model's order: else ranks would gather different layers.
+        batches.sort(key=lambda batch: -batch[0])
         loads, slots = [0] * count, Slots()
-        # The sort must be stable, and ties go by the model's order: else ranks would gather
-        # different layers in one step.
-        for cost, run in sorted(runs, key=lambda run: -run[0]):
-            slot = loads.index(min(loads))
-            loads[slot] += cost
-            place = min(gathering, interval) * slot // count
-            names = [layer.name for layer in run if not layer.frozen]
+        for cost, batch in batches:
+            number = loads.index(min(loads))
+            loads[number] += cost
+            place = min(gathering, interval) * number // count
+            names = [layer.name for layer in batch if not layer.frozen]
             slots[place] = slots.get(place, frozenset()).union(names)
         self._slots[gathering, interval] = slots
         return slots
@@ -126,10 +120,7 @@ class LayerState:
     deferred: bool = False  # owners tell in the next exchange whether the last refresh failed
 
     def reset(self) -> None:
-        """Forget the layer's averages and state: they are estimated anew.
-
-        ``deferred`` stays, since ranks must agree on how many answers they exchange.
-        """
+        """Forget averages and state; ``deferred`` stays: ranks exchange equally many answers."""
         self.has_average = self.has_state = False
         self.missed = self.unseen = 0
         self.elsewhere = 0.0
@@ -149,16 +140,13 @@ class StepReport(NamedTuple):
     terms: float = 0.0  # K
     checksum: float = 0.0  # of values that must be alike on all ranks
     squares: float = 0.0  # of the checksum; both sums together tell whether checksums are equal
-    # Lists follow. All layers have their places in all but one of them, frozen ones, too.
+    # Lists. All layers have their places in all but one of them, frozen ones, too.
     gradients: Sequence[float] = ()  # whether each layer has a gradient
     stale: Sequence[float] = ()  # flags of A and of G, of layers whose state is deferred
     rows: Sequence[float] = ()  # number of rows of each section of each layer
     crossed: Sequence[float] = ()  # likewise of crossed uses, whose inputs meet G's side
     givers: Sequence[float] = ()  # whether there are rows
     crossed_givers: Sequence[float] = ()
-
-
-HEAD = StepReport._fields.index("gradients")  # numbers before the lists
 
 
 @dataclass

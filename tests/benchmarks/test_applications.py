@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import io
 import json
@@ -32,27 +31,16 @@ NEEDS = {
     "maskrcnn": ("torchvision", "pycocotools"),
 }
 SMOKES = [
-    ("unet", "SGD"),
-    ("unet", "KFACAdam"),
-    ("gpt", "AdamW"),
-    ("gpt", "Muon"),
-    ("bert", "LAMB"),
-    ("bert", "KFACLAMB"),
-    ("imagenet", "KFACSGD"),
-    ("maskrcnn", "KFACSGD"),
+    *(("unet", "SGD"), ("unet", "KFACAdam"), ("gpt", "AdamW"), ("gpt", "Muon"), ("bert", "LAMB")),
+    *(("bert", "KFACLAMB"), ("imagenet", "KFACSGD"), ("maskrcnn", "KFACSGD")),
 ]
+
+SHORT = ("--smoke", "--quiet", "--device", "cpu")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:the base optimizer updates these"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-
-
-def application(name):
-    for package in NEEDS.get(name, ()):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed ([applications])")
-    return importlib.import_module(f"benchmarks.applications.{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +52,10 @@ def numbers_as_they_were():
 
 @pytest.mark.parametrize(("name", "optimizer"), SMOKES)
 def test_smoke(name, optimizer, tmp_path):
-    found = application(name).main(
-        ["--smoke", "--quiet", "--optimizer", optimizer, "--out", str(tmp_path), "--device", "cpu"]
-    )
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed ([applications])")
+    application = importlib.import_module(f"benchmarks.applications.{name}")
+    found = application.main([*SHORT, "--optimizer", optimizer, "--out", str(tmp_path)])
     assert found and all(torch.isfinite(torch.tensor(list(found[-1].values()))))
     assert (tmp_path / "last.pt").exists() and not (tmp_path / "last.part").exists()
     record = json.loads((tmp_path / "curve.json").read_text())
@@ -76,34 +65,28 @@ def test_smoke(name, optimizer, tmp_path):
         assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-# ---- exact resume ----
-
-SETTINGS = ("--smoke", "--quiet", "--device", "cpu", "--optimizer", "KFACSGD", "--steps", "6")
+SETTINGS = (*SHORT, "--optimizer", "KFACSGD", "--steps", "6")
 INTERVALS = ("--every", "3", "--factor_update_steps", "2", "--inv_update_steps", "4")
+HOW = (*INTERVALS, "--accumulate", "2", "--assignment", "layer-wise")
 
 
-def in_two_calls(folder, more):
+def in_two_calls(folder):
     """The curve and the weights of one call, and of two with a stop between evaluations."""
     ends = []
     for name, stops in (("whole", (6,)), ("parts", (4, 6))):
         out = folder / name
         for stop in stops:
             ranks = common.Ranks(dist.get_rank(), dist.get_world_size(), "cpu")
-            options = arguments.parse(
-                None,
-                [*SETTINGS, *INTERVALS, *more, "--out", str(out), "--stop", str(stop)],
-                unet.DEFAULTS,
-                unet.PRESETS,
-                unet.SMOKE,
-                unet.arguments,
-            )
+            given = [*SETTINGS, *HOW, "--out", str(out), "--stop", str(stop)]
+            settings = unet.DEFAULTS, unet.PRESETS, unet.SMOKE
+            options = arguments.parse(None, given, *settings, unet.arguments)
             trained = common.Run(unet.job(options, ranks), options, ranks)
             trained.fit()
         points = [{n: v for n, v in p.items() if n != "seconds"} for p in trained.points]
         weights = [p.detach().clone() for p in trained.job.model.parameters()]
         ends.append((points, weights))
     (points, weights), (others, same) = ends
-    assert len(points) == 2 and len(others) == 2
+    assert len(points) == 2
     for one, other in zip(points, others, strict=True):
         # The ranks' sums of training losses are joined when a checkpoint is written.
         assert one.pop("train") == pytest.approx(other.pop("train"), rel=1e-6)
@@ -112,8 +95,7 @@ def in_two_calls(folder, more):
 
 
 def test_two_ranks_go_on_exactly(tmp_path):
-    more = ("--accumulate", "2", "--assignment", "layer-wise")
-    assert run(2, in_two_calls, tmp_path, more) == [True, True]
+    assert run(2, in_two_calls, tmp_path) == [True, True]
 
 
 DIES = """
@@ -134,22 +116,16 @@ unet.main(sys.argv[1:])
 
 
 def test_torchrun_starts_a_killed_rank_again_from_the_checkpoint(tmp_path):
-    script = tmp_path / "dies.py"
+    script, out = tmp_path / "dies.py", tmp_path / "out"
     script.write_text(DIES)
-    out = tmp_path / "out"
     launch = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2")
     given = [*SETTINGS, "--every", "2", "--save-every", "2", "--out", str(out)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *launch, "--max-restarts", "1"]
     # With the launcher's own store, which torch shares, restarted ranks find dead ones' addresses.
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    found = subprocess.run(
-        [*torchrun, str(script), *given],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    how = {"env": environment, "capture_output": True, "text": True, "timeout": 180}
+    found = subprocess.run([*torchrun, str(script), *given], **how)
     assert found.returncode == 0, found.stderr[-3000:]
     assert "exitcode: -9" in found.stderr
     curve = json.loads((out / "curve.json").read_text())["curve"]
@@ -163,12 +139,9 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
         unet.main([*given, "--batch", "4"])
 
 
-# ---- arguments ----
-
-
-def parsed(*given, presets=None):
+def parsed(*given):
     defaults = {"all": {"lr": 1.0}, "KFAC": {"damping": 0.5}, "KFACSGD": {"momentum": 0.3}}
-    presets = presets or {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
+    presets = {"paper": {"KFACSGD": {"damping": 0.1, "epochs": 7}}}
     return arguments.parse(None, given, defaults, presets, {"all": {"steps": 2}})
 
 
@@ -182,9 +155,6 @@ def test_the_command_line_comes_before_the_preset_and_that_before_defaults(capsy
     with pytest.raises(SystemExit):
         parsed("--damping", "0.1")
     assert "--damping does not go with --optimizer SGD" in capsys.readouterr().err
-
-
-# ---- parts ----
 
 
 def test_an_order_is_the_same_from_any_step_on():

@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +24,8 @@ from benchmarks.muon import Muon
 from benchmarks.networks import CifarResNet, Transformer, UNet
 from benchmarks.recipes import Runs
 
-# ---- the search ----
+DATA = (torch.ones(4, 1),) * 2
+RESULTS = Path(contest.__file__).parents[1] / "results"
 
 
 def line(steps: int = 40) -> Task:
@@ -40,7 +40,7 @@ def line(steps: int = 40) -> Task:
         yield data, 3 * data
 
     return Task(
-        "line", "a line", network, lambda folder: (torch.ones(4, 1),) * 2,
+        "line", "a line", network, lambda folder: DATA,
         lambda data, generator: itertools.repeat([(data, 3 * data)]),
         lambda out, target: (out - target).square().mean(), whole, steps, 10, {},
     )  # fmt: skip
@@ -51,18 +51,6 @@ def plain(*rates: float, name: str = "plain") -> Contestant:
         return [torch.optim.SGD(model.parameters(), **config)]
 
     return Contestant(name, build, {"lr": one_of(*rates)})
-
-
-DATA = (torch.ones(4, 1),) * 2
-
-
-@pytest.fixture
-def short(monkeypatch):
-    """Rungs of few steps are as good as others on a line."""
-    monkeypatch.setattr(search, "FEWEST", 1)
-
-
-RESULTS = Path(contest.__file__).parents[1] / "results"
 
 
 @pytest.mark.parametrize("task", [x for x in TASKS if (RESULTS / f"convergence_{x}.json").exists()])
@@ -84,37 +72,26 @@ def test_no_whole_run_ends_above_a_run_of_half_its_steps(task):
         assert row["loss"] <= min(shorter, default=math.inf), row["optimizer"]
 
 
-def searched(folder, rates, loss_of, steps: int = 100) -> tuple[Any, search.Store]:
-    """Search among rates in this order, whose losses a function of rate, seed and steps tells."""
+@pytest.mark.parametrize("bold", [3.0, math.inf])
+def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, monkeypatch, bold):
+    """Of eight rates the first three look best on the first seed, and are bad on the second."""
+    drawn = [i / 100 for i in range(1, 9)]
 
     def trained(task, data, one, config, seed, steps, device):
-        return search.Run(config, seed, steps, loss_of(config["lr"], seed, steps), 0.0, [])
+        lr, (first, second) = config["lr"], search.JUDGES
+        loss = bold if lr < 0.035 and seed == second else lr if seed == first else 0.5
+        return search.Run(config, seed, steps, loss, 0.0, [])
 
-    drawn = iter(rates)
-    one = dataclasses.replace(plain(), space={"lr": lambda place: next(drawn)})
-    store = search.Store(folder / "runs.json")
-    with mock.patch.object(search, "train", side_effect=trained):
-        best = search.search(line(steps), DATA, one, store, trials=len(rates))
-    return best["lr"], store
-
-
-@pytest.mark.parametrize("bold", [3.0, math.inf])
-def test_settings_that_do_well_on_one_seed_alone_are_not_picked(tmp_path, bold):
-    """Of eight rates the first three look best on the first seed, and are bad on the second."""
-    rates = [i / 100 for i in range(1, 9)]
-
-    def loss_of(lr, seed, steps):
-        if lr < 0.035 and seed == search.JUDGES[1]:
-            return bold
-        return lr if seed == search.JUDGES[0] else 0.5
-
-    best, store = searched(tmp_path, rates, loss_of)
+    monkeypatch.setattr(search, "train", trained)
+    places, store = iter(drawn), search.Store(tmp_path / "runs.json")
+    one = dataclasses.replace(plain(), space={"lr": lambda place: next(places)})
+    best = search.search(line(100), DATA, one, store, trials=len(drawn))
     # Diverged ones make room for the next; others are but the worse of those that are left.
-    assert best == (0.04 if bold == math.inf else 0.01)
+    assert best == {"lr": 0.04 if bold == math.inf else 0.01}
     judged = [run for run in store.done.values() if run["seed"] == search.JUDGES[1]]
     assert {run["steps"] for run in judged} == {50, 100}
     if bold == math.inf:
-        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == rates[:6]
+        assert [run["config"]["lr"] for run in judged if run["steps"] == 50] == drawn[:6]
 
 
 def half_written(path, text):
@@ -139,36 +116,32 @@ def test_runs_that_are_done_are_not_made_again(tmp_path, content, key):
 
 def test_settings_that_two_have_in_common_fall_on_the_same_places():
     low = Contestant("low", None, {"lr": between(1e-3, 1e-1), "beta1": one_of(0.9, 0.95)})
-    high = Contestant(
-        "high", None, {"every": one_of(1, 2), "beta1": one_of(0.8, 0.85), "lr": between(1e-1, 10)}
-    )
-    draws = list(zip(low.draw("a", 30), high.draw("a", 30), strict=True))
+    space = {"every": one_of(1, 2), "beta1": one_of(0.8, 0.85), "lr": between(1e-1, 10)}
+    draws = list(zip(low.draw("a", 30), Contestant("high", None, space).draw("a", 30), strict=True))
     for ours, theirs in draws:
         assert theirs["lr"] == pytest.approx(100 * ours["lr"])
         assert (ours["beta1"] == 0.9) == (theirs["beta1"] == 0.8)
     assert len({ours["lr"] for ours, _ in draws}) > 25
-    assert {(o["beta1"], t["every"]) for o, t in draws} == {
-        (beta, every) for beta in (0.9, 0.95) for every in (1, 2)
-    }
+    both = {(ours["beta1"], theirs["every"]) for ours, theirs in draws}
+    assert both == {*itertools.product((0.9, 0.95), (1, 2))}
 
 
-@pytest.mark.usefixtures("short")
-def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys):
-    task, store = line(), search.Store(tmp_path / "runs.json")
+def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(search, "FEWEST", 1)  # rungs of few steps are as good on a line
+    store = search.Store(tmp_path / "runs.json")
     rates = {"base": 0.1, "KFAC slow": 1e-4, "KFAC fast": 0.3}
     entries = [
         dataclasses.replace(plain(name=name), space={"lr": lambda place, r=rate: r * (1 + place)})
         for name, rate in rates.items()
     ]
-    found = contest.contest(task, entries, DATA, store, 6, (1, 2, 3))
+    found = contest.contest(line(), entries, DATA, store, 6, (1, 2, 3))
     tried = [json.loads(key) for key in store.done]
     for name in rates:
         assert sum(key[2] == name and key[4:6] == [0, 10] for key in tried) == 6
         # One was left after half of the horizon: it has nobody to run against.
         assert {key[4] for key in tried if key[2] == name and key[5] == 40} == {1, 2, 3}
-    fast, slow = (
-        next(r for r in found.reached if r.optimizer == n) for n in ("KFAC fast", "KFAC slow")
-    )
+    reached = {r.optimizer: r for r in found.reached if r.baseline == "base"}
+    fast, slow = reached["KFAC fast"], reached["KFAC slow"]
     assert slow.steps is slow.seconds is None
     assert fast.steps < 40 and fast.of_its_steps == fast.steps / 40
     contest.report(found, None)
@@ -181,10 +154,8 @@ def test_all_get_as_many_trials_and_what_nobody_reaches_is_said(tmp_path, capsys
 
 
 def test_default_settings_run_against_the_tuned_ones(tmp_path):
-    names = {"base": None, "KFAC x": None, "KFAC x, defaults": "KFAC x", "KFAC y": None}
-    entries = [
-        dataclasses.replace(plain(0.1, name=name), tuned=tuned) for name, tuned in names.items()
-    ]
+    entries = [plain(0.1, name=x) for x in ("base", "KFAC x", "KFAC x, defaults", "KFAC y")]
+    entries[2] = dataclasses.replace(entries[2], tuned="KFAC x")
     store = search.Store(tmp_path / "runs.json")
     found = contest.contest(line(), entries, DATA, store, 1, (1,))
     assert [(r.baseline, r.optimizer) for r in found.reached] == [
@@ -207,10 +178,9 @@ def test_known_settings_are_not_searched_for_again(tmp_path):
     path = tmp_path / "result.json"
     known = contest.kept(path, ["base", "rival"])
     bolder = dataclasses.replace(base, space={"lr": one_of(0.9)})
+    trio = [bolder, rival, new]
     with mock.patch.object(contest, "search", wraps=search.search) as searched:
-        found = contest.contest(
-            line(), [bolder, rival, new], DATA, store, 2, (1, 2, 3), None, known
-        )
+        found = contest.contest(line(), trio, DATA, store, 2, (1, 2, 3), None, known)
     assert [call.args[2].name for call in searched.call_args_list] == ["new"]
     assert found.best == {**before.best, "new": {"lr": 0.2}}
     assert set(before.reached) < set(found.reached)
@@ -226,7 +196,7 @@ def test_known_settings_are_not_searched_for_again(tmp_path):
 
 
 @pytest.mark.parametrize("needed", range(1, 41))
-def test_the_shortest_horizon_is_found_by_halving_and_without_idle_runs(tmp_path, needed):
+def test_the_shortest_horizon_is_found_by_halving_without_idle_runs(tmp_path, monkeypatch, needed):
     """Seed 1 needs one step less than the median seed, seed 3 one more."""
     made = []
 
@@ -235,11 +205,9 @@ def test_the_shortest_horizon_is_found_by_halving_and_without_idle_runs(tmp_path
         return search.Run(config, seed, steps, float(steps < needed + seed - 2), 0.0, [])
 
     parts = tuple(steps / 40 for steps in range(40, 0, -1))
-    with mock.patch.object(search, "train", side_effect=trained):
-        store = search.Store(tmp_path / "runs.json")
-        part, runs = search.shortest(
-            line(), DATA, plain(0.1), {"lr": 0.1}, (1, 2, 3), 0.5, store, parts
-        )
+    monkeypatch.setattr(search, "train", trained)
+    how = {"lr": 0.1}, (1, 2, 3), 0.5, search.Store(tmp_path / "runs.json"), parts
+    part, runs = search.shortest(line(), DATA, plain(0.1), *how)
     assert part == needed / 40 and [run.seed for run in runs] == [1, 2, 3]
     assert len({steps for steps, _ in made}) <= 7  # of 40
     decided = [steps for steps, seed in made if seed == 3 and steps != needed]
@@ -248,15 +216,10 @@ def test_the_shortest_horizon_is_found_by_halving_and_without_idle_runs(tmp_path
 
 @pytest.mark.parametrize("name", [n for n, one in CONTESTANTS.items() if one.needs is None])
 def test_every_contestant_learns(name):
-    task = dataclasses.replace(TASKS["digits-256"], steps=15)
-    one = CONTESTANTS[name]
+    task, one = dataclasses.replace(TASKS["digits-256"], steps=15), CONTESTANTS[name]
     data = task.load(None)
-
-    def learns(config: dict[str, Any]) -> bool:
-        run = search.train(task, data, one, config, 0, 15)
-        return run.loss < 0.9 * run.curve[0][2]
-
-    assert any(map(learns, one.draw("a", 4)))  # some draw is bad, not all
+    runs = (search.train(task, data, one, config, 0, 15) for config in one.draw("a", 4))
+    assert any(run.loss < 0.9 * run.curve[0][2] for run in runs)  # some draw is bad, not all
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon yet")
@@ -271,8 +234,7 @@ def test_our_muon_is_torchs():
             p.grad = q.grad = torch.randn(p.shape)
         for optimizer in optimizers:
             optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
 def test_seconds_are_measured_in_turns(monkeypatch):
@@ -299,16 +261,11 @@ def test_seconds_are_measured_in_turns(monkeypatch):
     assert final[0]["ms per step"] == 1e3 * 7 / 35
 
 
-# ---- what is trained ----
-
-# ---- batches ----
-
-
 def test_an_epoch_has_every_example_once():
     places = tasks.epochs(10, 4, torch.Generator().manual_seed(0))
     first, second = ([next(places), next(places)] for _ in range(2))
     for epoch in (first, second):
-        assert all(len(batch) == 4 for batch in epoch)
+        assert [len(batch) for batch in epoch] == [4, 4]
         assert len(torch.cat(epoch).unique()) == 8  # two are left over
     assert torch.cat(first).tolist() != torch.cat(second).tolist()
     with pytest.raises(ValueError, match="11 of 10 examples"):
@@ -333,18 +290,16 @@ SMALL = {
 }
 
 
-class Watched(nn.Module):
-    """Keeps what it is trained on; draws some of torch's own random numbers in each pass."""
+def watched(network, seen, draws):
+    """Keep what a network is trained on; draw some of torch's own random numbers in each pass."""
 
-    def __init__(self, inner, seen, draws):
-        super().__init__()
-        self.inner, self.seen, self.draws = inner, seen, draws
+    def note(module, inputs):
+        if module.training:
+            seen.append(inputs[0].clone())
+            torch.rand(draws)
 
-    def forward(self, x):
-        if self.training:
-            self.seen.append(x.clone())
-            torch.rand(self.draws)
-        return self.inner(x)
+    network.register_forward_pre_hook(note)
+    return network
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -355,14 +310,11 @@ def test_all_contestants_see_the_same_batches(name):
     seen = []
     for draws, one in enumerate(("LAMB", "KFACSGD", "KFACLAMB")):
         kept = []
-        watched = dataclasses.replace(
-            task,
-            network=lambda kept=kept, draws=draws: Watched(network(), kept, draws),
-            measured=lambda part: iter([(x[:1], y[:1])]),
-            every=99,
-        )
+        how = {"measured": lambda part: iter([(x[:1], y[:1])]), "every": 99}
+        how["network"] = lambda kept=kept, draws=draws: watched(network(), kept, draws)
         settings = CONTESTANTS[one].draw("0", 1)[0]
-        search.train(watched, data, CONTESTANTS[one], settings, seed=3, steps=3)
+        whole = dataclasses.replace(task, **how)
+        search.train(whole, data, CONTESTANTS[one], settings, seed=3, steps=3)
         seen.append(torch.stack(kept))
     assert len(seen[0]) == 3
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
@@ -389,48 +341,34 @@ def test_masked_tokens_are_hidden_and_others_are_not_in_the_loss():
     assert 0.75 < hidden < 0.85 and 0.07 < same < 0.14 and not (shown == 65)[~chosen].any()
 
 
-# ---- losses over rates ----
-
-ASKED = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--seeds", "3", "4"]
-LOSSES = {
-    ("AdamW", 0.01): 1.0,
-    ("AdamW", 0.1): math.inf,
-    ("KFACAdam", 0.01): 1.1,
-    ("KFACAdam", 0.1): 0.5,
-}
+LOSSES = {"AdamW": {0.01: 1.0, 0.1: math.inf}, "KFACAdam": {0.01: 1.1, 0.1: 0.5}}
 
 
-@pytest.fixture
-def runs(monkeypatch):
-    """Orders that came, answered without training."""
-    seen: list[rates.Order] = []
+def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(
+    tmp_path, monkeypatch, capsys
+):
+    """Orders are answered without training."""
+    runs, task = [], TASKS["digits-256"]
 
     def made(orders, options):
         for one in orders:
-            seen.append(one)
-            yield one, LOSSES[one.optimizer, one.lr], 1.0
+            runs.append(one)
+            yield one, LOSSES[one.optimizer][one.lr], 1.0
 
     monkeypatch.setattr(rates, "made", made)
-    return seen
-
-
-def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(runs, tmp_path, capsys):
-    rates.main([*ASKED, "--out", str(tmp_path)])
+    asked = ["digits-256", "--pairs", "AdamW", "--rates", "0.01", "0.1", "--out", str(tmp_path)]
+    rates.main([*asked, "--seeds", "3", "4"])
     assert len(runs) == 8 and [one.seed for one in runs] == [3] * 4 + [4] * 4
     assert [one.optimizer for one in runs[:2]] == ["AdamW", "KFACAdam"]
-    rates.main([*ASKED, "5", "--out", str(tmp_path)])
+    rates.main([*asked, "--seeds", "3", "4", "5"])
     assert {one.seed for one in runs[8:]} == {5} and len(runs) == 12
     kept = json.loads((tmp_path / "rates_digits-256.json").read_text())
-    assert kept["steps"] == TASKS["digits-256"].steps // 2
+    assert kept["steps"] == task.steps // 2
     assert {row["loss"] for row in kept["runs"]} == {1.0, None, 1.1, 0.5}
     assert (tmp_path / "rates_digits-256.png").exists()
     # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
     assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
-
-
-def test_settings_of_the_best_rate(runs, tmp_path):
-    rates.main([*ASKED, "--out", str(tmp_path)])
-    task = TASKS["digits-256"]
+    # Settings of the best rate
     found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
     betas = {"beta1": 0.9, "beta2": 0.999}
     assert found["AdamW"] == {"lr": 0.01, **betas}

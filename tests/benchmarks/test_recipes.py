@@ -1,4 +1,4 @@
-"""Recipes of whole trainings: airbench's, ResNet-20 on CIFAR-10, and nanoGPT's."""
+"""Recipes of whole trainings: airbench's, ResNet-20 on CIFAR-10, nanoGPT's, and the demo's."""
 
 from __future__ import annotations
 
@@ -158,3 +158,48 @@ def test_a_row_has_means_over_seeds_and_the_first_step_at_the_target():
     assert row["losses"] == [2.1, 1.6, 2.0, 1.1] and row["ms per step"] == 30.0
     assert row["of a step"] == 2.0  # AdamW takes 30 s for 2,000
     assert (row["steps to the target"], row["seconds to the target"]) == (100, 3.0)
+
+
+# ---- the demo ----
+
+
+@pytest.fixture
+def demo():
+    return pytest.importorskip("benchmarks.demo")
+
+
+def test_shares_are_of_steps_and_of_seconds_to_the_bases_last_loss(demo):
+    def run(*losses, pace=1.0):
+        times = [pace * step for step in range(len(losses))]
+        return demo.Run(losses, times, times)
+
+    base = [run(4.0, 3.0, 2.5, 2.0, 1.0), run(4.0, 3.0, 2.5, 2.0, 2.0)]
+    ours = [run(4.0, 1.5, 1.0, pace=2), run(4.0, 1.4, 0.5, pace=2)]
+    rows = demo.summary({"Adam": base, "KFACAdam": ours}, {"Adam": 0.01, "KFACAdam": 0.03})
+    found = [(row["target"], row["steps"], row["seconds"]) for row in rows]
+    assert found == [(1.5, 4, 4), (1.5, 1, 2)]
+    assert demo.verdict(rows, "steps").endswith("in 0.25 of its steps")
+    assert demo.verdict(rows, "seconds").endswith("in 0.50 of its seconds")
+
+
+def test_rates_are_those_of_the_kept_search(demo):
+    kept = json.loads(demo.RATES.read_text())
+    assert kept["steps"] == demo.STEPS
+    assert not set(kept["seeds"]) & set(demo.SEEDS)
+    for name, losses in kept["losses"].items():
+        assert [float(rate) for rate in losses] == list(demo.GRID)
+        assert kept["rates"][name] == demo.best(losses)
+        assert min(demo.GRID) < kept["rates"][name] < max(demo.GRID)
+
+
+def test_the_demo_ends_with_a_table_and_a_plot(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "STEPS", {"Adam": 4, "KFACAdam": 2})
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    plot, result = tmp_path / "demo.png", tmp_path / "demo.json"
+    demo.main(["--short", "--plot", str(plot), "--json", str(result)])
+    torch.set_num_threads(threads)
+    assert plot.stat().st_size > 0
+    assert [row["optimizer"] for row in json.loads(result.read_text())["rows"]] == list(demo.BUILD)
+    assert "of its steps" in (text := capsys.readouterr().out) or "misses" in text

@@ -1,4 +1,4 @@
-"""Times of steps: what is trained and compared, and the trial on a CUDA device, rehearsed."""
+"""Times and operations of steps: what is trained and compared, and the CUDA trial, rehearsed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import contextlib
 import json
 import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import operations
 from benchmarks.cuda_trial import __main__ as trial
 from benchmarks.cuda_trial import parts
 from benchmarks.cuda_trial.__main__ import PARTS, main
@@ -24,14 +26,9 @@ from benchmarks.step_time.apart import Apart
 from benchmarks.step_time.contestants import OURS, TURN, Trainer, ours
 from benchmarks.step_time.tasks import DEFAULT, SHORT, Task
 
-# ---- step times ----
-
 
 def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-# ---- networks ----
 
 
 def test_resnet50_is_the_published_one():
@@ -56,16 +53,6 @@ def test_bert_large_is_the_published_one():
     encoder = (network.words, network.places, network.kinds, network.norm, network.blocks)
     assert sum(map(parameters, encoder)) + parameters(nn.Linear(1024, 1024)) == 335_141_888
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
-
-
-# ---- contestants ----
-
-
-def linear(passes: int = 1) -> Task:
-    return Task(
-        "a line", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))), {},
-        passes=passes,
-    )  # fmt: skip
 
 
 def process(trainer: Trainer) -> int:
@@ -97,10 +84,15 @@ def test_a_contestant_trains_in_a_process_of_its_own():
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     """In 100 steps each layer gathers ten times, and is refreshed in one turn of them."""
-    trainer = Trainer(linear(), "cpu", OURS[name], DEFAULT)
+
+    def batch():
+        return torch.randn(4, 3), torch.randint(2, (4,))
+
+    task = Task("a line", lambda: nn.Linear(3, 2), batch, {})
+    trainer = Trainer(task, "cpu", OURS[name], DEFAULT)
     trainer.run(3)  # as the trial on a GPU does before its turns
     kfac = trainer.optimizers[0].preconditioner
-    gathered, refreshed = ([] for _ in range(2))
+    gathered, refreshed = [], []
     for step in range(100):
         trainer.run(1)
         gathered += [step] * len(kfac.work.average)
@@ -109,30 +101,47 @@ def test_steps_are_timed_as_if_training_had_begun_long_ago(name):
     assert refreshed[0] // TURN == 2 and refreshed[0] in gathered
 
 
-# ---- the command ----
+KNOWN = json.loads(Path("benchmarks/results/operations.json").read_text())["results"]
+MORE = 1.05  # counts may grow by so much
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """Who was to be measured in each call, which takes no time."""
-    calls = []
+@pytest.mark.parametrize(("network", "optimizer"), operations.ROWS)
+def test_counts_do_not_grow(network, optimizer):
+    """Counts of first, quiet, gathering and mean steps: operations, functions, files and calls."""
+    known = KNOWN[f"{network}, {optimizer}"]
+    found = operations.counted(network, optimizer)
+    assert found.keys() == known.keys()
+    above = {
+        (kind, name): (n, known[kind][name])
+        for kind, row in found.items()
+        for name, n in row.items()
+        if name != "steps" and n > MORE * known[kind][name]
+    }
+    assert not above
 
+
+def test_views_allocations_and_counters_are_no_operations():
+    x = torch.zeros(3, 4)
+    counters = [torch.tensor(1.0) for _ in range(3)]
+    with operations.Operations() as seen:
+        torch.empty(3).new_empty(2)
+        x.mT.flatten()[:2].detach()  # flatten copies
+        torch._foreach_add_(counters, 1)
+        counters[0].add_(1).item()
+        x.sum().item()  # reads a number of the network: a float like a counter, on the CPU
+        torch.relu(x)
+    assert dict(seen.found) == {"clone": 1, "sum": 1, "relu": 1}
+
+
+def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     def measure(task, names, intervals, settings):
-        calls.append(names)
         return [steps.Measured(name, 1.0, 1.0, 0.0, peak_mb=0.0) for name in names]
 
-    monkeypatch.setattr(steps, "measure", measure)
+    monkeypatch.setattr(steps, "measure", measure)  # which takes no time
     monkeypatch.setattr(steps, "add_peaks", lambda results, peak_of, times: None)
-    return calls
-
-
-SHORTLY = ["--short", "--threads", "1", "--tasks", "transformer"]
-
-
-@pytest.mark.usefixtures("asked")
-def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    benchmark.main([*SHORTLY, "--out", "kept"])
+    shortly = ["--short", "--threads", "1", "--tasks", "transformer"]
+    benchmark.main([*shortly, "--out", "kept"])
     shown = capsys.readouterr().out
     stem = "step_time_steps_cpu_transformer_short"
     names = [f"{stem}.{kind}" for kind in ("json", "png")]
@@ -142,11 +151,8 @@ def test_results_are_kept_where_they_are_asked_for(tmp_path, monkeypatch, capsys
     assert record["settings"]["short"] and record["settings"]["threads"] == 1
     assert record["summary"] and all(f"  {line}\n" in shown for line in record["summary"])
     assert "wanted" not in "".join(record["summary"])
-    benchmark.main(SHORTLY)
+    benchmark.main(shortly)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-# ---- the trial ----
 
 
 def recorded(folder):
@@ -206,14 +212,9 @@ def test_a_part_that_fails_or_hangs_keeps_what_it_found(tmp_path, monkeypatch):
     chosen = ["--parts", "proofs", "resnet50", "gpt2"]
     assert main(["--rehearse", "--out", str(tmp_path), *chosen]) == 1
     kept = recorded(tmp_path)["parts"]
-    assert {name: part["state"] for name, part in kept.items()} == {
-        "proofs": "failed",
-        "resnet50": "cut off",
-        "gpt2": "done",
+    assert {name: (part["state"], part["results"]) for name, part in kept.items()} == {
+        "proofs": ("failed", [{"before": 1}]),
+        "resnet50": ("cut off", [{"before": 2}]),
+        "gpt2": ("done", [{"after": 3}]),
     }
     assert "planted" in kept["proofs"]["error"]
-    assert [part["results"] for part in kept.values()] == [
-        [{"before": 1}],
-        [{"before": 2}],
-        [{"after": 3}],
-    ]

@@ -14,8 +14,6 @@ from benchmarks.published import BLOCKS, RANKS, interval, papers, resnet, rows
 from benchmarks.traffic import parameters
 from kaisa_optim import KFACAdam, LayerWise
 
-# ---- bytes ----
-
 TABLES = Path(__file__).parents[2] / "docs" / "results" / "traffic.csv"
 
 
@@ -61,9 +59,6 @@ def test_ranks_decompose_side_by_side_also_where_layers_take_turns(model, strate
     assert at_once.longest == at_once.whole <= by_ranks.whole <= one_by_one.whole
     # Small layers may be on the same rank, or take their turn in the same step.
     assert by_ranks.longest <= 1.1 * one_by_one.longest
-
-
-# ---- the papers' figures ----
 
 
 @pytest.mark.parametrize(("depth", "millions"), [(50, 25.5), (101, 44.5), (152, 60.1)])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,20 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
-from kaisa_optim.layers.kinds import LinearLayer
+from tests.capture.test_hooks import OwnKind
 from tests.core.test_ties import Tied
 from tests.layers.test_uses import headed, loss_of, stepped
-from tests.support.close import assert_close
 from tests.support.training import descend
-from tests.support.watch import Body, built, exact, normal, seeded, taken
+from tests.support.watch import Body, assert_close, built, exact, normal, seeded, taken
 
 TOKENS = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+X, ROWS = normal(6, 4), normal(6, 3)
+A, W = normal(2, 3, seed=4), normal(3, 3, seed=1)
+
+
+def sums_of(opt: Any) -> dict[str, Any]:
+    """Return what layers have gathered, by their names."""
+    return {layer.name: sums for layer, sums in opt.preconditioner.sums.of_layer.items()}
 
 
 def steps_of(net: nn.Module, x: Tensor, count: int = 3) -> list[dict[str, Tensor]]:
@@ -73,13 +80,11 @@ def test_a_tied_decoder_adds_its_rows_in_the_other_direction(bias):
         m.out.retain_grad()
         return m.out
 
-    net, x = seeded(lambda: Body(coded, encoder=nn.Linear(4, 3, bias=bias))), normal(6, 4)
-    opt = exact(net)
-    loss_of(net(x)).backward()
-    (layer,) = opt.preconditioner.registry.layers.values()
-    sums = opt.preconditioner.sums.of_layer[layer]
-    ones = torch.ones(6, int(bias), dtype=x.dtype)
-    rows = torch.cat([x, ones], 1)
+    net, opt = built(seeded(lambda: Body(coded, encoder=nn.Linear(4, 3, bias=bias))))
+    loss_of(net(X)).backward()
+    sums = sums_of(opt)["encoder"]
+    ones = torch.ones(6, int(bias), dtype=X.dtype)
+    rows = torch.cat([X, ones], 1)
     outputs = torch.cat([net.out.grad, 0 * ones], 1)  # the decoder adds no bias
     assert_close(sums.a[0], rows.T @ rows)
     assert_close(sums.crossed.a[0], net.hidden.detach().T @ net.hidden.detach())
@@ -98,17 +103,16 @@ def test_a_call_without_the_bias_leaves_its_place_empty(call, widest):
         out = F.linear(m.hidden, m.layer.weight)
         return out if call == "bare" else out + m.layer.bias
 
-    net, x = seeded(lambda: Body(twice, layer=nn.Linear(4, 4))), normal(6, 4)
-    opt = exact(net, max_factor_size=widest)
-    loss_of(net(x)).backward()
-    (sums,) = opt.preconditioner.sums.of_layer.values()
-    ones = torch.ones(6, 1, dtype=x.dtype)
-    rows = [torch.cat([x, ones], 1)]
+    model = seeded(lambda: Body(twice, layer=nn.Linear(4, 4)))
+    net, opt = built(model, max_factor_size=widest)
+    loss_of(net(X)).backward()
+    ones = torch.ones(6, 1, dtype=X.dtype)
+    rows = [torch.cat([X, ones], 1)]
     if call != "turned":
         added = ones if call == "added apart" else 0 * ones
         rows.append(torch.cat([net.hidden.detach(), added], 1))
     factor = sum(one.T @ one for one in rows)
-    assert_close(sums.a[0], factor if widest > 4 else factor.diagonal())
+    assert_close(sums_of(opt)["layer"].a[0], factor if widest > 4 else factor.diagonal())
     opt.step()
     assert opt.preconditioner.coverage().elsewhere == {}
 
@@ -119,10 +123,10 @@ def test_modules_that_hold_the_same_parameter_count_its_use_once():
         around.w = body.w
         return around
 
-    x, steps = normal(6, 3), []
+    steps = []
     for wrap in (lambda body: body, outer):
         body = Body(lambda m, x: x @ m.w, w=normal(3, 3, seed=1))
-        steps.append(stepped(headed(wrap(body)), x))
+        steps.append(stepped(headed(wrap(body)), ROWS))
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-9)
 
 
@@ -135,26 +139,19 @@ def coder() -> nn.Module:
     return Body(use, words=nn.Embedding(7, 3), body=nn.Linear(3, 3))
 
 
-def test_all_calls_of_the_first_step_are_searched():
-    net, opt = built(seeded(coder))
-    loss_of(net(net(TOKENS, False), True)).backward()
-    sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
-    assert sums["words"].crossed is not None
-    opt.step()
-    assert opt.preconditioner.coverage().elsewhere == {} and not opt.preconditioner.capture.sought
-
-
-def test_a_use_that_begins_later_is_found_once_the_gradient_tells():
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_use_that_begins_later_is_found_once_the_gradient_tells(begins):
+    """All calls of the first step are searched."""
     net = seeded(coder)
     opt, found = KFACSGD(net, lr=1e-3, factor_update_steps=1, inv_update_steps=10), []
     for step in range(12):
         opt.zero_grad()
         hidden = net(TOKENS, False)
-        loss_of(net(hidden, True) if step > 0 else hidden).backward()
-        sums = {layer.name: one for layer, one in opt.preconditioner.sums.of_layer.items()}
-        found.append(sums["words"].crossed is not None)
+        loss_of(net(hidden, True) if step >= begins else hidden).backward()
+        found.append(sums_of(opt)["words"].crossed is not None)
         opt.step()
-    assert not found[0] and all(found[-3:])
+        assert step or not opt.preconditioner.capture.sought
+    assert found[0] == (not begins) and all(found[-3:])
     assert opt.preconditioner.coverage().elsewhere == {}
 
 
@@ -162,12 +159,12 @@ def test_a_use_in_a_part_of_a_model_that_is_never_called_is_named():
     def block(m: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, m.inner.weight, m.inner.bias).tanh()
 
-    parts = {"a": lambda: Body(block, inner=nn.Linear(4, 4)), "b": lambda: nn.Linear(4, 2)}
-    net = seeded(lambda: nn.ModuleDict({name: make() for name, make in parts.items()}))
+    parts = {"a": Body(block, inner=nn.Linear(4, 4)), "b": nn.Linear(4, 2)}
+    net = seeded(lambda: nn.ModuleDict(parts))
     opt = KFACSGD(net, lr=0.01, factor_update_steps=1)
     with pytest.warns(UserWarning, match="(?s)these parameters with their raw.*a.inner.weight"):
         for _ in range(5):
-            descend(opt, loss_of(net["b"](net["a"](normal(6, 4)))))
+            descend(opt, loss_of(net["b"](net["a"](X))))
 
 
 def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
@@ -180,8 +177,8 @@ def test_a_cast_in_one_module_and_the_product_in_another_are_one_use():
     for _ in range(4):
         opt.zero_grad()
         loss_of(net(TOKENS)).backward()
-        (one,) = opt.preconditioner.sums.of_layer.values()
-        crossed.append(one.crossed is not None and one.crossed.count == [8])
+        (sums,) = sums_of(opt).values()
+        crossed.append(sums.crossed is not None and sums.crossed.count == [8])
         opt.step()
     assert all(crossed)
 
@@ -198,13 +195,12 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
         part = Body(inner, words=nn.Linear(4, 4, bias=False))
         return Body(outer, inner=part, head=nn.Linear(4, 2))
 
-    net, rows = seeded(make), []
-    opt = exact(net, factor_update_steps=1)
-    kfac = opt.preconditioner
+    rows = []
+    net, opt = built(seeded(make), factor_update_steps=1)
     for _ in range(3):
         opt.zero_grad()
         loss_of(net(normal(6, 4).requires_grad_())).backward()
-        rows.append(kfac.sums.of_layer[kfac.layers["inner.words"]].count)
+        rows.append(sums_of(opt)["inner.words"].count)
         opt.step()
     # The first pass finds the use, and recomputes it as it ran: without a tap.
     assert rows == [[6], [12], [12]]
@@ -227,19 +223,13 @@ def test_a_checkpointed_model_trains_in_another_thread():
     for _ in range(50):
         net(normal(3, 4).float()).sum().backward()
     opt = KFACSGD(net, lr=0.1, factor_update_steps=1)
-    failed: list[Exception] = []
 
     def train() -> None:
-        try:
-            for _ in range(3):
-                descend(opt, net(normal(3, 4).float()).square().mean())
-        except Exception as error:
-            failed.append(error)
+        for _ in range(3):
+            descend(opt, net(normal(3, 4).float()).square().mean())
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert not failed and set(opt.preconditioner.coverage().left) <= {"w"}
+    ThreadPoolExecutor(1).submit(train).result()
+    assert set(opt.preconditioner.coverage().left) <= {"w"}
 
 
 def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
@@ -247,15 +237,11 @@ def test_a_rebuild_between_a_checkpointed_forward_and_its_backward():
     given = [p for name, p in net.named_parameters() if name != "last.bias"]
     opt = KFACSGD(given, lr=0.1, model=net)
     for step in range(3):
-        opt.zero_grad()
         loss = net(normal(3, 4).float()).square().mean()
-        if step != 1:
-            loss.backward()
-            opt.step()
-            continue
-        opt.add_param_group({"params": [net.last.bias]})
-        loss.backward()
-        opt.step()
+        if step == 1:
+            opt.add_param_group({"params": [net.last.bias]})
+        descend(opt, loss)
+    assert opt.preconditioner.layers["last"].size_of("a") == (5, False)
 
 
 def test_a_layers_own_module_may_call_another_with_its_weight():
@@ -267,16 +253,15 @@ def test_a_layers_own_module_may_call_another_with_its_weight():
         def forward(self, x: Tensor) -> Tensor:
             return self.applies(x, self.weight, self.bias)
 
-    register_layer(Own)(type("OwnLayer", (LinearLayer,), {}))
+    register_layer(Own)(OwnKind)
     net, opt = built(nn.Sequential(Own(), nn.Tanh(), nn.Linear(4, 2)).double())
-    loss_of(net(normal(6, 4))).backward()
-    assert {one.count[0] for one in opt.preconditioner.sums.of_layer.values()} == {6}
+    loss_of(net(X)).backward()
+    assert {sums.count[0] for sums in sums_of(opt).values()} == {6}
     opt.step()
 
 
 # ---------------------------------------------------------------- what is no use
 
-A, W = normal(2, 3, seed=4), normal(3, 3, seed=1)
 SCALE = normal(3, 3, seed=5)
 NO_DATA = {
     "a product of two": (lambda m, x: x @ (m.w + m.b @ m.a).T, {"a": A, "b": A.T}),
@@ -301,7 +286,7 @@ def test_a_parameter_that_meets_no_rows_takes_the_bases_step(name):
     with pytest.warns(UserWarning, match="0.w: 9, Body uses it in a way that no kind"):
         for _ in range(11):  # four of them gather
             opt.zero_grad()
-            loss_of(net(normal(6, 3))).backward()
+            loss_of(net(ROWS)).backward()
             gradients = {n: p.grad.clone() for n, p in net[0].named_parameters()}
             steps = taken(opt, net)
             for own, gradient in gradients.items():
@@ -310,49 +295,37 @@ def test_a_parameter_that_meets_no_rows_takes_the_bases_step(name):
 
 
 def test_a_penalty_beside_a_product_counts_as_no_use():
-    x, steps = normal(6, 3), []
+    steps = []
     for penalty in (0.0, 1e-12):
         net = headed(Body(lambda m, x, c=penalty: x @ m.w + c * (m.w @ m.w.T).sum(), w=W.clone()))
-        steps.append(stepped(net, x))
+        steps.append(stepped(net, ROWS))
     assert_close(steps[1]["0.w"], steps[0]["0.w"], 1e-6)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["itself", "a view of it"])
 def test_a_view_that_no_grad_made_is_no_use(again):
+    """The view has a gradient, but not the weight's: a copy without one takes the same steps."""
+
     def forward(m: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
-            view = m.w[:]
-        view = view.T if again else view  # has a gradient, but not the weight's
-        return x @ m.w + 0.0 * (x @ view) if m.twice else x @ m.w
+            other = m.w[:] if m.views else m.w.clone()
+        return x @ m.w + x @ (other.T if again else other)
 
     steps = []
-    for twice in (False, True):
+    for views in (False, True):
         body = Body(forward, w=W.clone())
-        body.twice = twice
-        steps.append(stepped(headed(body), normal(6, 3))["0.w"])
-    assert_close(steps[1], steps[0], 1e-9)
+        body.views = views
+        steps.append(stepped(headed(body), ROWS)["0.w"])
+    assert_close(*steps, 1e-9)
 
 
 @pytest.mark.parametrize("padding", [0, -1])
 def test_a_parameter_looked_up_with_a_padding_is_a_table_with_it(padding):
-    weight, steps = normal(7, 3, seed=1), []
-    table = Body(lambda m, x: m.table(x), table=nn.Embedding(7, 3, padding_idx=padding))
+    weight = normal(7, 3, seed=1)
+    table = nn.Embedding.from_pretrained(weight.clone(), freeze=False, padding_idx=padding)
     by_use = Body(lambda m, x: F.embedding(x, m.w, padding_idx=padding), w=weight.clone())
-    for body in (table, by_use):
-        net = headed(body)
-        next(body.parameters()).data = weight.clone()
-        opt = exact(net)
-        loss_of(net(TOKENS)).backward()
-        (layer, *_) = opt.preconditioner.registry.layers.values()
-        sums = opt.preconditioner.sums.of_layer[layer]
-        a, g = (sums.a, sums.g) if sums.crossed is None else (sums.crossed.a, sums.crossed.g)
-        a = a.diagonal(dim1=1, dim2=2) if a.dim() == 3 else a
-        steps.append((a, g))
-    for found, expected in zip(*steps[::-1], strict=True):
-        assert_close(found, expected, 1e-9)
-
-
-# ---------------------------------------------------------------- compiled models
+    expected, found = (stepped(headed(body), TOKENS) for body in (table, by_use))
+    assert_close(found["0.w"], expected["0.weight"], 1e-9)
 
 
 def test_a_compiled_pass_runs_uncompiled_only_where_a_use_at_the_root_gathers():
@@ -371,20 +344,14 @@ def test_a_compiled_pass_runs_uncompiled_only_where_a_use_at_the_root_gathers():
     compiled, ran, gathered = torch.compile(net, backend=backend), [], []
     for _ in range(25):
         calls[0] = 0
-        opt.zero_grad()
-        loss_of(compiled(normal(6, 3))).backward()
+        loss_of(compiled(ROWS)).backward()
         ran.append(calls[0])
-        names = {
-            layer.name
-            for layer, one in opt.preconditioner.sums.of_layer.items()
-            if one.a is not None
-        }
-        gathered.append("0.w" in names)
+        gathered.append(any(name == "0.w" and x.a is not None for name, x in sums_of(opt).items()))
         opt.step()
+        opt.zero_grad()
     torch._dynamo.reset()
     most = max(ran)
     assert most > 0 and any(gathered[1:]) and not all(gathered)
     # The first pass looks for all uses; later, only a body whose layer gathers is not compiled.
-    assert all(
-        count == most for count, gathers in zip(ran[1:], gathered[1:], strict=True) if not gathers
-    )
+    for count, gathers in zip(ran[1:], gathered[1:], strict=True):
+        assert gathers or count == most

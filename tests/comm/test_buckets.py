@@ -1,80 +1,55 @@
-"""Buckets, and the pieces that they are cut into."""
+"""Bytes travel in buckets; every rank carries an equal part, whoever owns the items."""
 
 from __future__ import annotations
 
-import itertools
+from typing import Any
+from unittest import mock
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch.distributed as dist
+from torch import nn
 
-from kaisa_optim.account import rounds, sum_buckets
-from kaisa_optim.comm.ranks import Bucket, CopyItem, _added_up, overlaps
-from kaisa_optim.plan.assignment import Placement, Task
-from kaisa_optim.plan.facts import LayerFacts
-from tests.core.test_distribution import exchanged
+from kaisa_optim import KFACSGD
 from tests.support.ranks import run
+from tests.support.training import ANEW, descend, early
+
+WIDTH = 64
+FACTOR = WIDTH * (WIDTH + 1) // 2 * 4  # bytes of a packed triangle
 
 
-@given(st.data())
-@settings(max_examples=200)
-def test_buckets_are_cut_into_equal_pieces(data):
-    members = range(data.draw(st.integers(0, 3)), 64, data.draw(st.integers(1, 40)))
-    item = st.builds(CopyItem, st.sampled_from(members), st.integers(1, 5000), st.just(0))
-    items = data.draw(st.lists(item, max_size=40))
-    bucket = Bucket(items, members, 64)
-    assert sorted(bucket.items) == sorted(items)
-    for item, start, following in zip(bucket.items, bucket.starts, bucket.starts[1:], strict=False):
-        assert start + item.size <= following
-    whole = sum(-(-x.size // 16) * 16 for x in items)
-    assert bucket.size == bucket.owned[-1] == bucket.pieces[-1] == whole
-    sizes = [stop - start for start, stop in itertools.pairwise(bucket.pieces)]
-    assert max(sizes) <= -(-whole // (16 * len(members))) * 16
-    assert all(x % 16 == 0 for x in (*bucket.starts, *bucket.pieces, *bucket.owned))
-    for item, start in zip(bucket.items, bucket.starts, strict=True):
-        first, end = bucket.owned[item.owner : item.owner + 2]
-        assert first <= start < start + item.size <= end
-    # Every element of a piece has its owner, and every owner's element is in a piece.
-    for rank in range(64):
-        assert sum(overlaps(bucket.pieces, rank, bucket.owned)) == sizes[rank]
-        assert sum(overlaps(bucket.owned, rank, bucket.pieces)) == bucket.sizes.get(rank, 0)
+def bytes_sent(layers: int, step: int, cap: float, options: dict[str, Any]) -> list[int]:
+    """Return the bytes that leave this rank in each call of one step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    options = {"assignment": "opt", "staggered": False, "bucket_cap_mb": cap / 2**20, **options}
+    with early():
+        opt = KFACSGD(model, lr=0.1, **options)
+    sent: list[int] = []
+    exchange = dist.all_to_all_single
+
+    def noted(output: Any, input: Any, sizes_in: Any, sizes_out: list[int], **how: Any) -> Any:
+        sent.append((sum(sizes_out) - sizes_out[dist.get_rank()]) * input.element_size())
+        return exchange(output, input, sizes_in, sizes_out, **how)
+
+    for _ in range(step + 1):
+        sent.clear()
+        with mock.patch.object(dist, "all_to_all_single", noted):
+            descend(opt, model(torch.randn(8, WIDTH)).square().mean())
+    return sent
 
 
-def test_owners_take_turns():
-    owners = [Placement(0, 0), Placement(0, 2), Placement(1, 1)]
-    layers = [LayerFacts(Task(str(i), 4, 4), x) for i, x in enumerate(owners)]  # 10 numbers a side
-    order = [[f.owner for f in b.items] for b in sum_buckets(layers, None, 3, 4 * 30)]
-    assert order == [[0, 1, 2], [0, 0, 1]]
-
-
-@pytest.mark.parametrize(("sizes", "straight"), [((32, 16, 16), True), ((16, 0, 64), False)])
-def test_owners_with_about_equal_parts_have_their_pieces(sizes, straight):
-    copies = {rank: [size] for rank, size in enumerate(sizes) if size}
-    even = {rank: [16] for rank in range(3, 6)}
-    ((first, second),) = rounds([(range(3), copies), (range(3, 6), even)], int, 6, 1000)
-    assert (first.pieces == first.owned) is straight
-    assert second.pieces == second.owned == [0, 0, 0, 0, 16, 32, 48]
+def test_every_rank_carries_a_quarter_of_what_one_of_four_owns():
+    """The sums of a layer on their way to its owner, and the state on its way back."""
+    calls = run(4, bytes_sent, 1, 0, 4 * FACTOR, {"colocate_factors": True})
+    assert [len(sent) for sent in calls] == [4] * 4
+    assert max(max(sent) for sent in calls) <= 3 / 4 * 2 * FACTOR
 
 
 def test_sums_for_several_owners_travel_together():
-    size, float32 = 4096, torch.float32
-    cap = size * 4 / 2**20  # each in a bucket of its own
-    each = [(owner, size, float32) for owner in range(4)]
-    assert run(4, exchanged, each, cap) == [4 + 1] * 4
-    # To one owner no more at once than a bucket.
-    assert run(4, exchanged, [*each[:2], *each[:2]], cap) == [4 + 2] * 4
-    assert run(4, exchanged, each[:1] * 4, cap) == [4 + 4] * 4
-    assert run(2, exchanged, each[:2], cap) == [2 + 1] * 2
+    """Eight factors in buckets of their own, whose owners take turns: two calls for the owners.
 
-
-@pytest.mark.parametrize("count", range(1, 10))
-def test_a_sum_is_one_tree_of_the_ranks(count):
-    """The last ranks are added to the first ones, an odd one in the middle waits."""
-    rows = torch.randn(count, 7)
-    parts = [*rows.clone()]
-    while len(parts) > 1:
-        half = len(parts) // 2
-        pairs = zip(parts[:half], parts[len(parts) - half :], strict=True)
-        parts = [a + b for a, b in pairs] + parts[half : len(parts) - half]
-    assert torch.equal(_added_up(rows), parts[0])
+    To one owner no more travels at once than a bucket.
+    """
+    quiet = {**ANEW, "inv_update_steps": 100}
+    calls = run(4, bytes_sent, 4, 1, FACTOR + 1, quiet)
+    assert [len(sent) for sent in calls] == [8 + 2] * 4

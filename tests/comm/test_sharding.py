@@ -6,7 +6,7 @@ import copy
 import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,31 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from kaisa_optim import KFACSGD, LAMB
-from kaisa_optim.lamb import global_norm
 from tests.core.test_uses_on_ranks import Around
 from tests.support.cluster import OPTIMIZERS, assert_alike, average, error, kept, share, taken_by
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import assert_same, descend, recorded_warnings, warnings_as
 from tests.support.watch import Body
 
-pytestmark = [
-    pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7"),
-]
+pytestmark = pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 
 WORDS = 11
 ROWS = 8  # of a batch, over all ranks
@@ -98,7 +91,9 @@ class Plan:
     parts: Any = each
     optimizer: str = "sgd"
     options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # the model's arguments
     shard: dict[str, Any] = field(default_factory=dict)  # fully_shard's arguments
+    dtype: torch.dtype = torch.float64  # of the ranks' model
     micro: int = 1  # batches before a step
     sync: bool = True  # whether gradients are reduced in each of them
 
@@ -119,8 +114,8 @@ def net(dtype: torch.dtype = torch.float64, **sizes: int) -> Net:
     return Net(**sizes).to(dtype)
 
 
-def sharded(plan: Plan, dtype: torch.dtype = torch.float64, **sizes: int) -> Net:
-    model = net(dtype, **sizes)
+def sharded(plan: Plan) -> Net:
+    model = net(plan.dtype, **plan.sizes)
     for part in plan.parts(model):
         fully_shard(part, mesh=mesh_of(plan.mesh), **plan.shard)
     return model
@@ -158,7 +153,7 @@ def backward(plan: Plan, model: nn.Module, i: int) -> None:
 
 
 def train_alone(plan: Plan) -> Trained:
-    model = net()
+    model = net(**plan.sizes)
     opt = optimizer(plan, model)
     learn(plan, model, opt, range(STEPS))
     return Trained(full_values(model), kept(opt), {}, opt.preconditioner.memory_usage())
@@ -224,98 +219,49 @@ def check_owners(ranks: list[Trained], alone: Trained, tolerance: float) -> None
 # ---- the steps of one process ----
 
 
-@pytest.mark.parametrize(
-    ("parts", "optimizer"),
-    [
-        *((each, o) for o in OPTIMIZERS),
-        *((whole, o) for o in ("sgd", "lamb")),
-        (some, "adam"),
-    ],
-)
-@pytest.mark.parametrize("method", ["polar", "eigen"])
-def test_sharded_ranks_take_the_steps_of_one_process(parts, optimizer, method):
-    check(Plan((2,), parts, optimizer, {"compute_method": method}))
+IN_PARTS = {"compute_method": "inverse", "bucket_cap_mb": 1e-4}
+PLANS = {
+    **{
+        f"{parts.__name__}, {optimizer}, {method}": Plan(
+            (2,), parts, optimizer, {"compute_method": method}
+        )
+        for parts, optimizer in (
+            *((each, optimizer) for optimizer in OPTIMIZERS),
+            *((whole, optimizer) for optimizer in ("sgd", "lamb")),
+            (some, "adam"),
+        )
+        for method in ("polar", "eigen")
+    },
+    # Over four ranks, a shard of the convolution's six channels begins within a block.
+    **{
+        f"blocks, {optimizer}, {len(mesh)} x {mesh[0]}": Plan(
+            mesh, optimizer=optimizer, sizes={"channels": 6, "groups": 2}
+        )
+        for optimizer in OPTIMIZERS
+        for mesh in ((2,), (4,), (2, 2))
+    },
+    "four": Plan((4,)),
+    "four, copies": Plan((2, 2), some),
+    "four, eigen": Plan((4,), options=EIGEN),
+    "four, copies, eigen": Plan((2, 2), some, options=EIGEN),
+    "four, copies, lamb": Plan((2, 2), optimizer="lamb"),
+    "four, inverse": Plan((4,), some, "adam", IN_PARTS),
+    "four, copies, inverse": Plan((2, 2), each, "adam", IN_PARTS),
+    # torch holds gradients back whole until the last micro-batch.
+    "held back": Plan(micro=2, sync=False),
+    "never whole": Plan(micro=2, shard={"reshard_after_forward": False}),
+}
 
 
-def train_grouped(plan: Plan) -> tuple[dict[str, Tensor], int]:
-    """On ranks, or alone; return parameters, and how many blocks the convolution has."""
-    sizes = {"channels": 6, "groups": 2}
-    model = sharded(plan, **sizes) if dist.is_initialized() else net(**sizes)
-    opt = optimizer(plan, model)
-    learn(plan, model, opt, range(STEPS))
-    return full_values(model), opt.preconditioner.layers["image"].blocks
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
-def test_a_sharded_weight_of_several_blocks(mesh, optimizer):
-    """Over four ranks, a shard begins within a block."""
-    plan = Plan(mesh, optimizer=optimizer)
-    ranks = run(plan.world, train_grouped, plan)
-    assert_alike([parameters for parameters, _ in ranks])
-    alone, blocks = train_grouped(plan)
-    assert blocks == 2
-    assert error(ranks[0][0], alone) < 1e-8
-
-
-def norms_in_half() -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(0)
-    gradients = [torch.randn(n, 8, generator=generator).bfloat16() for n in (50, 7, 1)]
-    spread = [distribute_tensor(gradient, mesh_of((2,)), [Shard(0)]) for gradient in gradients]
-    exact = torch.cat([gradient.flatten() for gradient in gradients]).double().norm()
-    return full(global_norm(spread)).item(), exact.item()
-
-
-def test_lamb_takes_norms_of_sharded_halves_in_single_precision():
-    for found, exact in run(2, norms_in_half):
-        assert found == pytest.approx(exact, rel=1e-6)
-
-
-def lamb_in_part() -> str:
-    model = sharded(Plan((2,), some), torch.float32)
-    with pytest.raises(ValueError) as error:
-        LAMB(model.parameters())
-    return str(error.value)
-
-
-def test_lamb_says_that_it_takes_no_model_that_is_sharded_in_part():
-    for text in run(2, lamb_in_part):
-        assert text.startswith("Invalid params: some are sharded") and "fully_shard" in text
-
-
-@pytest.mark.parametrize(
-    ("mesh", "parts", "optimizer", "options"),
-    [
-        ((4,), each, "sgd", {}),
-        ((2, 2), some, "sgd", {}),
-        ((4,), each, "sgd", EIGEN),
-        ((2, 2), some, "sgd", EIGEN),
-        ((2, 2), each, "lamb", {}),
-        ((4,), some, "adam", {"compute_method": "inverse", "bucket_cap_mb": 1e-4}),
-        ((2, 2), each, "adam", {"compute_method": "inverse", "bucket_cap_mb": 1e-4}),
-    ],
-)
-def test_four_ranks(mesh, parts, optimizer, options):
-    check(Plan(mesh, parts, optimizer, options))
-
-
-@pytest.mark.parametrize(("sync", "reshard"), [(False, True), (True, False)])
-def test_micro_batches(sync, reshard):
-    """Without ``sync``, torch holds gradients back whole until the last one."""
-    check(Plan((2,), each, micro=2, sync=sync, shard={"reshard_after_forward": reshard}))
+@pytest.mark.parametrize("name", PLANS)
+def test_sharded_ranks_take_the_steps_of_one_process(name):
+    check(PLANS[name], 1e-8 if "blocks" in name else 1e-9)
 
 
 def test_a_reduction_in_another_dtype():
     """Gradients wait elsewhere than in ``.grad`` then; statistics of the first batch wait, too."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    check(Plan((2,), each, micro=2, sync=False, shard={"mp_policy": policy}), 1e-5)
-
-
-def in_half(plan: Plan) -> tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]:
-    model = sharded(plan, torch.float32)
-    opt = optimizer(plan, model)
-    learn(plan, model, opt, range(STEPS))
-    return full_values(model), kept(opt)
+    check(Plan(micro=2, sync=False, shard={"mp_policy": policy}), 1e-5)
 
 
 @pytest.mark.parametrize("parts", [whole, each])
@@ -326,31 +272,34 @@ def test_parameters_in_half_precision(parts, method, most):
     A polar factor has all of the noise in small singular values.
     """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plan = Plan(
-        (2,), parts, options={"damping": 0.1, "compute_method": method}, shard={"mp_policy": policy}
-    )
-    ranks = run(2, in_half, plan)
+    options = {"damping": 0.1, "compute_method": method}
+    plan = Plan((2,), parts, options=options, shard={"mp_policy": policy}, dtype=torch.float32)
+    first, second = run(2, train, plan)
     alone = train_alone(plan)
-    assert_alike([parameters for parameters, _ in ranks])
-    found = ranks[0][1] | ranks[1][1]
+    assert_alike([first.parameters, second.parameters])
+    found = first.factors | second.factors
     assert {value.dtype for value in found.values()} == {torch.float32}
     before = full_values(net())
-    moves = [{n: p - before[n] for n, p in x.items()} for x in (ranks[0][0], alone.parameters)]
+    moves = [{n: p - before[n] for n, p in x.parameters.items()} for x in (first, alone)]
     assert 1e-6 < error(*moves) < most
     assert error(found, alone.factors) < 0.05
 
 
+def give_gradients(model: nn.Module, size: float) -> None:
+    """Set gradients that are equal on ranks and in one process, in bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        made = torch.randn(p.shape, generator=generator).bfloat16() * size
+        is_sharded = isinstance(p, DTensor)
+        p.grad = distribute_tensor(made, p.device_mesh, p.placements) if is_sharded else made
+
+
 def moved_halves(plan: Plan) -> dict[str, Tensor]:
-    spread = dist.is_initialized()
-    model = sharded(plan, torch.bfloat16) if spread else net(torch.bfloat16)
+    model = sharded(plan) if dist.is_initialized() else net(plan.dtype)
     before = full_values(model)
     opt = optimizer(plan, model)
     backward(plan, model, 0)
-    # A polar factor has all of the noise in small singular values: gradients are set, and equal.
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        made = torch.randn(before[name].shape, generator=generator).bfloat16() * 1e-2
-        p.grad = distribute_tensor(made, p.device_mesh, p.placements) if spread else made
+    give_gradients(model, 1e-2)  # a polar factor has all of the noise in small singular values
     opt.step()
     return {name: p - before[name] for name, p in full_values(model).items()}
 
@@ -360,10 +309,26 @@ def moved_halves(plan: Plan) -> dict[str, Tensor]:
     [*(("polar", optimizer) for optimizer in OPTIMIZERS), ("eigen", "adam"), ("eigen", "lamb")],
 )
 def test_parameters_that_are_kept_in_half_precision(method, optimizer):
-    plan = Plan((2,), each, optimizer, {"compute_method": method, "lr": 0.2, "damping": 0.1})
+    options = {"compute_method": method, "lr": 0.2, "damping": 0.1}
+    plan = Plan((2,), each, optimizer, options, dtype=torch.bfloat16)
     ranks = run(2, moved_halves, plan)
     assert_alike(ranks)
     assert error(ranks[0], moved_halves(plan)) < 0.1
+
+
+def momenta_of_lamb() -> list[Tensor]:
+    plan = Plan(dtype=torch.bfloat16)
+    model = sharded(plan) if dist.is_initialized() else net(plan.dtype)
+    give_gradients(model, 1.0)
+    opt = LAMB(model.parameters())
+    opt.step()
+    return [full(opt.state[p]["exp_avg"]) for p in model.parameters()]
+
+
+def test_lamb_takes_norms_of_sharded_halves_in_single_precision():
+    """They limit the gradients that are averaged; a norm of eight bits would round many anew."""
+    for found in run(2, momenta_of_lamb):
+        assert_same(found, momenta_of_lamb())
 
 
 # ---- what fits no sharding ----
@@ -377,29 +342,50 @@ def attentive() -> nn.Module:
     return Body(use, attention=attention, head=nn.Linear(4, 3))
 
 
-def refused(options: dict[str, Any]) -> str:
-    """Without options, each rank has a shard of its own mesh."""
-    mesh = mesh_of((2,)) if options else mesh_of((2, 1))["shards"]
-    model = fully_shard(net(), mesh=mesh)
-    with pytest.raises(ValueError) as caught:
-        KFACSGD(model, lr=0.1, **options)
-    return str(caught.value)
+def flattened(original: bool) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model, cpu = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.device("cpu")
+    return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+
+
+def apart() -> nn.Module:
+    """Each rank has a shard of a mesh of its own."""
+    return fully_shard(net(), mesh=mesh_of((2, 1))["shards"])
 
 
 ONE_RANK = "Invalid assignment: .* exactly one rank preconditions each gradient; use"
+FLATTENS = "^Invalid model: FullyShardedDataParallel flattens .*fully_shard"
+# Calls, and what their errors say.
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "opt": (lambda: optimizer(Plan(), sharded(Plan()), assignment="opt"), ONE_RANK),
+    "all workers": (
+        lambda: optimizer(Plan(), sharded(Plan()), grad_worker_fraction=1.0),
+        ONE_RANK,
+    ),
+    "another mesh": (
+        lambda: optimizer(Plan(), apart()),
+        r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of",
+    ),
+    "LAMB in part": (
+        lambda: LAMB(sharded(Plan((2,), some)).parameters()),
+        "^Invalid params: some are sharded.*fully_shard",
+    ),
+    "FSDP1": (lambda: optimizer(Plan(), flattened(False)), FLATTENS),
+    "FSDP1 with views": (lambda: optimizer(Plan(), flattened(True)), FLATTENS),
+}
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"assignment": "opt"}, ONE_RANK),
-        ({"grad_worker_fraction": 1.0}, ONE_RANK),
-        ({}, r"is sharded over ranks \[\d\], K-FAC's group has \[0, 1\]; pass the group of"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_all_ranks(options, text):
-    for problem in run(2, refused, options):
-        assert re.search(text, problem)
+def refused(name: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        REFUSED[name][0]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_on_all_ranks(name):
+    for text in run(2, refused, name):
+        assert re.search(REFUSED[name][1], text)
 
 
 def divided() -> tuple[dict[str, str], list[str], list[Tensor], list[Tensor]]:
@@ -431,41 +417,58 @@ def test_tensor_parallel_layers_take_the_bases_step_and_are_named():
         assert_same(ours, plain)
 
 
-def taught(
-    plan: Plan, make: Callable[[], nn.Module], shape: tuple[int, ...], **options: Any
-) -> tuple[dict[str, Tensor], list[str], str]:
-    """Train on this rank's part of the examples, or alone on all of them.
+class Taught(NamedTuple):
+    parameters: dict[str, Tensor]
+    coverage: Any
+    warnings: str
 
-    Return parameters, the names of those that are left to the base, and warnings.
-    """
+
+def rows(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
+    return [torch.randn(*shape, k, generator=generator).double() for k in (4, 3)]
+
+
+def text(generator: torch.Generator) -> list[Tensor]:
+    tokens = torch.randint(8, (8, 6), generator=generator)
+    return [tokens, tokens.roll(1, 1)]
+
+
+def taught(
+    plan: Plan,
+    make: Callable[[], Any],
+    examples: Callable[..., list[Tensor]],
+    shards: bool = True,
+    **options: Any,
+) -> Taught:
+    """Train on this rank's part of the examples, in shards or under DDP, or alone on all."""
     torch.manual_seed(0)
     model, spread = make().double(), dist.is_initialized()
-    if spread:
-        fully_shard(model, mesh=mesh_of(plan.mesh))
+    for part in [*getattr(model, "blocks", []), model] if spread and shards else []:
+        fully_shard(part, mesh=mesh_of(plan.mesh))
+    runs = model if shards else nn.parallel.DistributedDataParallel(model)
     with recorded_warnings() as texts:
         opt = optimizer(plan, model, staggered=False, **options)
         for i in range(STEPS):
-            generator = torch.Generator().manual_seed(i)
-            x, y = (torch.randn(*shape, k, generator=generator).double() for k in (4, 3))
-            if spread:
-                x, y = (t.chunk(2)[dist.get_rank()] for t in (x, y))
-            descend(opt, F.mse_loss(model(x), y))
-    return full_values(model), list(opt.preconditioner.coverage().left), "\n".join(texts)
+            x, y = share(*examples(torch.Generator().manual_seed(i)))
+            out = runs(x)
+            regresses = y.is_floating_point()
+            descend(opt, F.mse_loss(out, y) if regresses else F.cross_entropy(out.mT, y))
+    return Taught(full_values(model), opt.preconditioner.coverage(), "\n".join(texts))
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 @pytest.mark.parametrize("method", ["polar", "eigen"])
 def test_sharded_attention_is_left_to_the_base(method, sharing):
     plan = Plan(options={"compute_method": method, "weight_sharing": sharing})
-    expected, *_ = taught(plan, attentive, (4, 3), skip_layers="attention")
-    results = run(2, taught, plan, attentive, (4, 3))
-    for parameters, *_ in results:
-        assert error(parameters, expected) < 1e-9
+    examples = functools.partial(rows, (4, 3))
+    alone = taught(plan, attentive, examples, skip_layers="attention")
+    results = run(2, taught, plan, attentive, examples)
+    for result in results:
+        assert error(result.parameters, alone.parameters) < 1e-9
     for name, size in (("in_proj_weight", 48), ("in_proj_bias", 12)):
         said = f"attention.{name}: {size}, MultiheadAttention: its weights are sharded"
-        assert [said in text for *_, text in results] == [True, False]  # one says it
+        assert [said in result.warnings for result in results] == [True, False]  # one says it
     # It is not called as a module, so its gradient is raw, too.
-    assert any("attention.out_proj" in text for *_, text in results)
+    assert "attention.out_proj" in results[0].warnings
 
 
 def around(calls: bool) -> nn.Module:
@@ -477,16 +480,16 @@ def around(calls: bool) -> nn.Module:
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_weight_that_is_used_outside_of_its_layer(calls, method, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": method})
-    learner = plan, functools.partial(around, calls), (8,)
-    expected, *_ = taught(*learner)
-    for parameters, left, _ in run(2, taught, *learner):
-        assert left == []
-        assert error(parameters, expected) < 1e-9
+    lesson = plan, functools.partial(around, calls), functools.partial(rows, (8,))
+    alone = taught(*lesson)
+    for result in run(2, taught, *lesson):
+        assert result.coverage.left == {}
+        assert error(result.parameters, alone.parameters) < 1e-9
 
 
-def product(inputs: int, outputs: int) -> nn.Module:
-    """Return a linear layer without a bias, whose weight is stored the other way round."""
-    return Body(lambda m, x: x @ m.matrix, matrix=0.5 * torch.randn(inputs, outputs))
+def products(m: nn.Module, x: Tensor) -> Tensor:
+    """Multiply by two matrices that are stored the other way round than a linear layer's."""
+    return (x @ m.up).tanh() @ m.down
 
 
 class Text(nn.Module):
@@ -496,8 +499,8 @@ class Text(nn.Module):
         super().__init__()
         self.words = nn.Embedding(8, 4)
         self.places = nn.Parameter(0.5 * torch.randn(6, 4))
-        wide = [nn.Sequential(product(4, 8), nn.Tanh(), product(8, 4)) for _ in range(2)]
-        self.blocks = nn.ModuleList(wide)
+        wide = [{"up": 0.5 * torch.randn(4, 8), "down": 0.5 * torch.randn(8, 4)} for _ in range(2)]
+        self.blocks = nn.ModuleList(Body(products, **matrices) for matrices in wide)
         self.experts = nn.Parameter(0.5 * torch.randn(2, 4, 4)) if experts else None
         if registered:
             self.head = nn.Linear(4, 8, bias=False)
@@ -514,35 +517,18 @@ class Text(nn.Module):
         return self.head(x) if self.registered else F.linear(x, self.words.weight)
 
 
-def reads_text(
-    plan: Plan, shards: bool, experts: bool, registered: bool
-) -> tuple[dict[str, Tensor], float]:
-    torch.manual_seed(0)
-    model = Text(experts=experts, registered=registered).double()
-    if shards:
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh_of(plan.mesh))
-        fully_shard(model, mesh=mesh_of(plan.mesh))
-    opt = optimizer(plan, model, staggered=False)
-    runs = model if shards else nn.parallel.DistributedDataParallel(model)
-    for i in range(STEPS):
-        tokens = torch.randint(8, (8, 6), generator=torch.Generator().manual_seed(i))
-        part = tokens.chunk(2)[dist.get_rank()]
-        descend(opt, F.cross_entropy(runs(part).flatten(0, 1), part.roll(1, 1).flatten()))
-    report = opt.preconditioner.coverage()
-    assert report.elsewhere == {}
-    return full_values(model), report.share
-
-
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize("registered", [True, False])
 def test_parameters_that_are_covered_by_use_are_so_in_shards(experts, registered, optimizer):
     plan = Plan((2,), optimizer=optimizer, options={"compute_method": "polar"})
-    each = [run(2, reads_text, plan, shards, experts, registered) for shards in (False, True)]
-    for (expected, whole), (parameters, covered) in zip(*each, strict=True):
-        assert covered == whole == 1
-        assert error(parameters, expected) < 1e-9
+    make = functools.partial(Text, experts=experts, registered=registered)
+    # Each rank looks the positions up once: one process would have other rows.
+    ranks = [run(2, taught, plan, make, text, shards) for shards in (False, True)]
+    for whole, result in zip(*ranks, strict=True):
+        assert result.coverage.share == whole.coverage.share == 1
+        assert result.coverage.elsewhere == whole.coverage.elsewhere == {}
+        assert error(result.parameters, whole.parameters) < 1e-9
 
 
 # ---- a gradient scaler ----
@@ -587,23 +573,22 @@ def resumes(plan: Plan, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor
     model, other = sharded(plan), sharded(plan)
     opt, fresh = optimizer(plan, model), optimizer(plan, other)
     learn(plan, model, opt, range(4))
+    how = StateDictOptions(full_state_dict=True)
     if full:
         opt.consolidate_state_dict(to=0)
-        how = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = [get_model_state_dict(model, options=how)]
-        state.append(get_optimizer_state_dict(model, opt, options=how))
-        things = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(things, src=0)
+        state = get_state_dict(model, opt, options=replace(how, cpu_offload=True))
+        states = [copy.deepcopy(state) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(states, src=0)
     else:
-        things = [copy.deepcopy([model.state_dict(), opt.state_dict()])]
+        states = [copy.deepcopy((model.state_dict(), opt.state_dict()))]
+    weights, saved = states[0]
     with recorded_warnings("factors") as texts:
         if full:
-            how = StateDictOptions(full_state_dict=True)
-            set_model_state_dict(other, things[0][0], options=how)
-            set_optimizer_state_dict(other, fresh, things[0][1], options=how)
+            loaded = {"model_state_dict": weights, "optim_state_dict": saved}
+            set_state_dict(other, fresh, **loaded, options=how)
         else:
-            other.load_state_dict(things[0][0])
-            fresh.load_state_dict(things[0][1])
+            other.load_state_dict(weights)
+            fresh.load_state_dict(saved)
     for own, steps in ((model, opt), (other, fresh)):
         learn(plan, own, steps, range(4, STEPS))
     check_placements(other, fresh)
@@ -625,37 +610,25 @@ def test_ranks_go_on_from_their_shares_or_from_a_full_state(plan, full):
         assert_same(resumed, straight)
 
 
-def from_plain_adam(plan: Plan) -> list[tuple[Tensor, Tensor]]:
-    """Momenta and sums of squares after one step from plain Adam's state, beside Adam's own."""
-    model, other = sharded(plan), sharded(plan)
+def goes_on_from_plain_adam(plan: Plan) -> dict[str, Tensor]:
+    """On ranks, or alone."""
+    model, other = (sharded(plan) if dist.is_initialized() else net() for _ in range(2))
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
     learn(plan, model, plain, range(3))
     other.load_state_dict(copy.deepcopy(model.state_dict()))
-    opt = optimizer(plan, other, lr=0.01)
+    opt = optimizer(plan, other)
     opt.load_state_dict(copy.deepcopy(plain.state_dict()))
-    # From equal weights, both meet equal gradients in this step.
-    learn(plan, model, plain, range(3, 4))
-    learn(plan, other, opt, range(3, 4))
-    twins = dict(zip(other.parameters(), model.parameters(), strict=True))
-    found = []
-    for layer in opt.preconditioner.layers.values():
-        entries = {p: plain.state[twins[p]] for p in layer.parameters}
-        found += [(full(opt.state[p]["exp_avg"]), full(x["exp_avg"])) for p, x in entries.items()]
-        total = sum(full(x["exp_avg_sq"]).sum() for x in entries.values())
-        if opt.preconditioner.groups.of[layer].applied:
-            found.append((opt.state[layer.parameters[0]]["kfac_square_sum"], total.view(1)))
-    return found
+    learn(plan, other, opt, range(3, STEPS))
+    return full_values(other)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)])
 @pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
 def test_a_plain_state_goes_on(mesh):
-    ranks = run(torch.Size(mesh).numel(), from_plain_adam, Plan(mesh, each, "adam"))
-    # Two momenta a layer, but for one each without a bias; sums on owners alone.
-    assert sum(map(len, ranks)) == 8 * len(ranks) + 5
-    for one in ranks:
-        for moved, expected in one:
-            assert error({"": moved}, {"": expected}) < 1e-9
+    plan = Plan(mesh, optimizer="adam")
+    alone = goes_on_from_plain_adam(plan)
+    for parameters in run(plan.world, goes_on_from_plain_adam, plan):
+        assert error(parameters, alone) < 1e-9
 
 
 def saves(plan: Plan, how: dict[str, Any], path: str) -> None:
@@ -702,23 +675,3 @@ def test_distributed_checkpoints_of_other_meshes(before, after, optimizer, flatt
     for parameters, texts in results:
         assert not texts
         assert error(parameters, alone.parameters) < 1e-9
-
-
-# ---- its predecessor ----
-
-
-def flattened(original: bool) -> str:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
-    cpu = torch.device("cpu")
-    model = FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
-    with pytest.raises(ValueError) as refused:
-        KFACSGD(model, lr=0.1)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("original", [True, False])
-def test_fully_sharded_data_parallel_is_refused_by_name(original):
-    for text in run(2, flattened, original):
-        assert re.match("Invalid model: FullyShardedDataParallel flattens .*fully_shard", text)

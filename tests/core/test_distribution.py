@@ -11,8 +11,8 @@ import functools
 import math
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,25 +25,28 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACSGD, LayerWise, Opt
+from kaisa_optim import KFACSGD, KFACAdam, LayerWise, Opt
 from kaisa_optim.agree import are_equal, checksum
-from kaisa_optim.comm.ranks import Bucket, Ranks
+from kaisa_optim.comm.ranks import Bucket, CopyItem, Ranks
 from kaisa_optim.curvature import refresh
 from kaisa_optim.curvature.rules import PolarRule
-from kaisa_optim.plan.facts import chunks
 from tests.support import groups
+from tests.support.close import assert_close
 from tests.support.cluster import (
     CLASSES,
     INPUTS,
     OPTIMIZERS,
     Plan,
     Scattered,
+    Trained,
     assert_alike,
     average,
     batch,
+    build,
     error,
     even,
     kept,
+    micro_batches,
     network,
     share,
     taken_by,
@@ -52,7 +55,7 @@ from tests.support.cluster import (
     values,
 )
 from tests.support.ranks import CAN_SHARD, run
-from tests.support.training import descend
+from tests.support.training import assert_same, descend
 
 pytestmark = pytest.mark.filterwarnings("ignore:the base optimizer updates these")
 
@@ -74,26 +77,44 @@ def divisors(world: int) -> list[int]:
     return [n for n in range(1, world + 1) if world % n == 0]
 
 
-def check(plan: Plan, tolerance: float | None = None) -> None:
-    check_spreads(plan, [plan.spread], tolerance)
-
-
-def check_spreads(
-    plan: Plan, spreads: list[dict[str, Any]], tolerance: float | None = None
+def check(
+    plan: Plan, *spreads: dict[str, Any], tolerance: float | None = None
 ) -> list[dict[str, Tensor]]:
     """Train the plan with its work spread in some ways; return the parameters of each.
 
     Ranks have the same bits, and the parameters of one process.
     """
-    alone, found = train_alone(plan).parameters, []
-    if tolerance is None:
-        tolerance = 1e-8 if plan.is_polar else 1e-9
-    for spread in spreads:
+    alone, parameters = train_alone(plan).parameters, []
+    for spread in spreads or (plan.spread,):
         ranks = run(plan.world, train, dataclasses.replace(plan, spread=spread))
         assert_alike([rank.parameters for rank in ranks])
-        assert error(ranks[0].parameters, alone) < tolerance
-        found.append(ranks[0].parameters)
-    return found
+        limit = tolerance or (1e-8 if plan.is_polar else 1e-9)
+        assert error(ranks[0].parameters, alone) < limit
+        parameters.append(ranks[0].parameters)
+    return parameters
+
+
+def assert_as_alone(ranks: list[Trained], alone: Trained, tolerance: float) -> None:
+    """Parameters are alike on all ranks, each factor is kept by one, and both are those of one
+    process."""
+    assert_alike([rank.parameters for rank in ranks])
+    assert error(ranks[0].parameters, alone.parameters) < tolerance
+    factors = {key: factor for rank in ranks for key, factor in rank.factors.items()}
+    assert len(factors) == sum(len(rank.factors) for rank in ranks)
+    assert factors.keys() == alone.factors.keys()
+    for key, factor in alone.factors.items():  # some are zero
+        assert_close(factors[key], factor, tolerance, str(key), floor=0)
+
+
+def learn(model: nn.Module, opts: Sequence[Any], *batch: Tensor, averaged: Any = ()) -> None:
+    """Step along this rank's part of a batch; ``averaged`` are what no wrapper averages."""
+    *inputs, labels = batch
+    for opt in opts:
+        opt.zero_grad()
+    F.cross_entropy(model(*inputs), labels).backward()
+    average(averaged)
+    for opt in reversed(opts):
+        opt.step()
 
 
 # ---- the same update as one process ----
@@ -103,19 +124,14 @@ def check_spreads(
 def spreads(draw, world: int) -> dict[str, Any]:
     """Where the work goes: strategy, fraction, colocation, buckets."""
     workers = draw(st.sampled_from(divisors(world)))
-    kind = draw(st.sampled_from(["default", "layer-wise", "opt", "fraction", "hybrid", "own"]))
-    chosen: dict[str, Any] = {}
-    if kind == "fraction":
-        chosen = {"grad_worker_fraction": workers / world}
-    elif kind == "hybrid":
-        chosen = {"assignment": "hybrid", "grad_worker_fraction": workers / world}
-    elif kind == "own":
-        chosen = {"assignment": Scattered(workers)}
-    elif kind == "opt":
-        chosen, workers = {"assignment": draw(st.sampled_from([kind, Opt()]))}, world
-    else:
-        named = {"assignment": draw(st.sampled_from([kind, LayerWise()]))}
-        chosen, workers = named if kind == "layer-wise" else {}, 1
+    fraction = {"grad_worker_fraction": workers / world}
+    ways = [
+        *((x, workers) for x in (fraction, {"assignment": "hybrid", **fraction})),
+        ({"assignment": Scattered(workers)}, workers),
+        *(({"assignment": x}, world) for x in ("opt", Opt())),
+        *((x, 1) for x in ({}, {"assignment": "layer-wise"}, {"assignment": LayerWise()})),
+    ]
+    chosen, workers = draw(st.sampled_from(ways))
     colocations = [None, True, False] if workers > 1 else [None, True]
     return {
         **chosen,
@@ -211,24 +227,22 @@ def test_every_fraction_takes_the_same_steps(world, name, curvature, optimizer):
     options = {**CURVATURES[curvature], **INTERVALS, "kl_clip": 1e-5, "max_factor_size": 14}
     rows = ROWS if curvature == "polar" else FEW
     plan = Plan(even(world, rows), name, optimizer, options=options)
-    found = check_spreads(plan, fractions(world))
+    parameters = check(plan, *fractions(world))
     if world != 3:
-        assert_alike(found)
+        assert_alike(parameters)
     if name == "images":
-        check_spreads(plan, fractions(world, together=False)[-1:])
+        check(plan, fractions(world, together=False)[-1])
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_sums_of_terms_are_one_term_a_rank(world):
-    sizes = even(world, 2)
-    rows = 2 * world
-    alone = {"loss_reduction": "mean", "loss_terms": world}
-    options = {**PAPERS["eigen"], "loss_reduction": "sum", "kl_clip": None}
-    scale = rows / world  # each rank's loss is then the sum over its own examples
-    # Gradients are those of sums, too.
-    base = {"lr": 0.05 / rows}
-    plan = Plan(sizes, "images", base=base, options=options, alone=alone, loss_scale=scale)
-    check(plan, 1e-7)
+    how: dict[str, Any] = {
+        "base": {"lr": 0.05 / (2 * world)},  # gradients are those of sums, too
+        "options": {**PAPERS["eigen"], "loss_reduction": "sum", "kl_clip": None},
+        "alone": {"loss_reduction": "mean", "loss_terms": world},
+        "loss_scale": 2,  # each rank's loss is then the sum over its own examples
+    }
+    check(Plan(even(world, 2), "images", **how), tolerance=1e-7)
 
 
 @pytest.mark.parametrize("strategy", ["layer-wise", "opt"])
@@ -241,15 +255,7 @@ def test_factors_of_ragged_batches_are_those_of_the_joined_batch(name, strategy)
     options = {**PAPERS["eigen"], **options}
     how: dict[str, Any] = {"wrapper": None, "weighs": False, "steps": 3}
     plan = Plan(sizes, name, base={"lr": 0.0}, options=options, spread=spread, **how)
-    expected = train_alone(plan).factors
-    found: dict[Any, Tensor] = {}
-    for rank in run(plan.world, train, plan):
-        assert not found.keys() & rank.factors.keys()  # each is kept once
-        found |= rank.factors
-    assert error(found, expected) < 1e-12
-
-
-# ---- the same bits ----
+    assert_as_alone(run(plan.world, train, plan), train_alone(plan), 1e-12)
 
 
 @given(st.data())
@@ -260,32 +266,23 @@ def test_all_ways_to_spread_have_the_same_bits(data):
     world = data.draw(st.sampled_from(WORLDS))
     options = {**data.draw(curvatures()), "max_factor_size": 16384}
     plan = Plan(even(world, 2), "chain", options=options, steps=6)
-    found = [
-        run(world, train, dataclasses.replace(plan, spread=data.draw(spreads(world))))
-        for _ in range(2)
-    ]
-    assert_alike([rank.parameters for ranks in found for rank in ranks])
+    two = [dataclasses.replace(plan, spread=data.draw(spreads(world))) for _ in range(2)]
+    assert_alike([rank.parameters for each in two for rank in run(world, train, each)])
 
 
-# ---- less precision ----
-
-
-ONE_UPDATE: dict[str, Any] = {
-    "base": {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0},
-    "steps": 1,
-}
+ONE_STEP: dict[str, Any] = {"steps": 1, "base": {"lr": 1.0, "momentum": 0.0, "weight_decay": 0.0}}
 
 
 def updates(plan: Plan, spread: dict[str, Any] | None = None) -> dict[str, Tensor]:
     """Return how far a run of one process moves the parameters, or one of ranks, alike on all."""
-    if spread is None:
-        after = train_alone(plan).parameters
-    else:
-        ranks = run(plan.world, train, dataclasses.replace(plan, spread=spread))
-        assert_alike([rank.parameters for rank in ranks])
-        after = ranks[0].parameters
+    ranks = (
+        [train_alone(plan)]
+        if spread is None
+        else run(plan.world, train, dataclasses.replace(plan, spread=spread))
+    )
+    assert_alike([rank.parameters for rank in ranks])
     before = values(network(plan.network, dtype=plan.dtype))
-    return {name: before[name] - p for name, p in after.items()}
+    return {name: before[name] - p for name, p in ranks[0].parameters.items()}
 
 
 @pytest.mark.parametrize("curvature", list(CURVATURES))
@@ -297,7 +294,7 @@ def test_the_first_update_in_float32(world, name, curvature):
     damping = {"inverse-full": 0.1, "polar": 1.0}.get(curvature, 0.05)
     options = {**CURVATURES[curvature], "kl_clip": None, "damping": damping}
     sizes = even(world, ROWS if curvature == "polar" else FEW)
-    plan = Plan(sizes, name, options=options, dtype=torch.float32, **ONE_UPDATE)
+    plan = Plan(sizes, name, options=options, dtype=torch.float32, **ONE_STEP)
     expected = updates(plan)
     for spread in fractions(world):
         assert error(updates(plan, spread), expected) < 1e-4
@@ -314,7 +311,7 @@ def test_half_precision_on_the_wire(world, scale):
     damping, unit = 2.0, 2**-8
     options = {**PAPERS["eigen"], "damping": damping * scale**2, "kl_clip": None}
     # Parameters that move by 1 / c lose nothing of that to their own rounding in float64.
-    plan = Plan(even(world, 4), "chain", options=options, loss_scale=scale, **ONE_UPDATE)
+    plan = Plan(even(world, 4), "chain", options=options, loss_scale=scale, **ONE_STEP)
     expected, factors = updates(plan), train_alone(plan).factors
     for fraction in fractions(world):
         actual = updates(plan, {"comm_dtype": torch.bfloat16, **fraction})
@@ -332,11 +329,8 @@ def test_half_precision_on_the_wire(world, scale):
 def test_ten_steps_with_half_precision_on_the_wire(optimizer, method):
     spread = {"comm_dtype": torch.bfloat16, "assignment": "layer-wise", "bucket_cap_mb": 1e-3}
     options = {**CURVATURES[method], "damping": 1.0, **INTERVALS}
-    rows = ROWS if method == "polar" else FEW
-    check(Plan(even(4, rows), "images", optimizer, options=options, spread=spread), 0.02)
-
-
-# ---- ranks whose gradients have other magnitudes ----
+    plan = Plan(even(4, ROWS if method == "polar" else FEW), "images", optimizer, options=options)
+    check(plan, spread, tolerance=0.02)
 
 
 def factors_of_ranks_apart(power: int, apart: int, options: dict[str, Any]) -> dict[Any, Tensor]:
@@ -361,36 +355,7 @@ def test_ranks_whose_gradients_are_apart_by_any_factor(world, wire):
     for apart, powers in ((10, (-100, 50)), (66 // (world - 1), (-100, -66, 40))):
         plain = run(world, factors_of_ranks_apart, -30, apart, options)
         for power in powers:
-            results = run(world, factors_of_ranks_apart, power, apart, options)
-            for ours, theirs in zip(results, plain, strict=True):
-                assert ours.keys() == theirs.keys()
-                assert all(torch.equal(ours[key], theirs[key]) for key in ours), power
-
-
-# ---- parts ----
-
-
-class Sum(NamedTuple):
-    """A sum on the way to its owner."""
-
-    owner: int
-    size: int
-    key: int
-
-
-def exchanged(parcels: list[tuple[int, int, torch.dtype]], cap: float) -> int:
-    """How often the ranks exchange something for these sums."""
-    ranks = Ranks(None, bucket_cap_mb=cap, comm_dtype=None)
-    sums = [Sum(owner, size, i) for i, (owner, size, _) in enumerate(parcels)]
-    buckets = [
-        Bucket(chunk, range(ranks.world), ranks.world)
-        for chunk in chunks(sums, lambda x: x.size * 4, cap * 2**20)
-    ]
-    loads = ((bucket, [torch.ones(x.size) for x in bucket.items]) for bucket in buckets)
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        for _ in ranks.reduce_to_owners(loads, "x"):
-            pass
-    return exchange.call_count
+            assert_same(run(world, factors_of_ranks_apart, power, apart, options), plain)
 
 
 def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
@@ -407,8 +372,6 @@ def alive(things: list[weakref.ref[Any]], at_most: int) -> int:
 def alive_when_filled(owners: list[int]) -> int:
     """The most buckets that are still in memory when the next one is filled."""
     ranks, size = Ranks(None, bucket_cap_mb=4096 * 4 / 2**20, comm_dtype=None), 4096
-    sums = [Sum(owner, size, i) for i, owner in enumerate(owners)]
-    buckets = [Bucket([x], range(ranks.world), ranks.world) for x in sums]
     received: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
     exchange = ranks._exchange
@@ -419,9 +382,10 @@ def alive_when_filled(owners: list[int]) -> int:
         return flight
 
     def loads() -> Iterator[tuple[Any, list[Tensor]]]:
-        for bucket in buckets:
+        for i, owner in enumerate(owners):
             counts.append(alive(received, at_most=2))
-            yield bucket, [torch.ones(size)]
+            item = CopyItem(owner, size, i)
+            yield Bucket([item], range(ranks.world), ranks.world), [torch.ones(size)]
 
     with mock.patch.object(ranks, "_exchange", noted):
         for sums in ranks.reduce_to_owners(loads(), "x"):
@@ -435,54 +399,14 @@ def test_no_more_buckets_stay_in_memory_than_are_on_their_way(owners):
         assert run(world, alive_when_filled, owners) == [2] * world
 
 
-def exchanges_of_steps(method: str, strategy: str, cap: int) -> tuple[int, int]:
-    """How often gradients of 16 equal layers are exchanged in a plain step, and their state in one
-    that refreshes all of them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
-    # A little more than that many bytes.
-    options: dict[str, Any] = {"assignment": strategy, "bucket_cap_mb": (cap + 1) / 2**20}
-    options |= CURVATURES[method]
-    opt = KFACSGD(DistributedDataParallel(model), **STEPS, **options)
-    calls = []
-    exchange = Ranks._exchange
-
-    def noted(*args: Any) -> Any:
-        calls.append(args[-1])
-        return exchange(*args)
-
-    with mock.patch.object(Ranks, "_exchange", noted):
-        for _ in range(2):
-            calls.append("step")
-            model(torch.randn(4, 16)).square().mean().backward()
-            opt.step()
-    second = calls.index("step", 1)
-    return calls[second:].count("gradients"), calls[:second].count("second_order")
-
-
-@pytest.mark.parametrize(
-    ("method", "gradient", "state"),
-    [
-        ("polar", 16 * 16 * 4 + 32, 16 * 17 // 2 * 4),
-        ("eigen", 16 * 16 * 4 + 16, (16 * 16 + 16) * 4),
-    ],
-)
-def test_ranks_send_side_by_side_what_is_theirs(method, gradient, state):
-    # Four ranks have a quarter each. A call takes four layers' gradients, or states of four
-    # factors, one of each rank's: no first hop is needed, and no rank waits for another.
-    assert run(4, exchanges_of_steps, method, "layer-wise", 4 * gradient) == [(4, 0)] * 4
-    assert run(4, exchanges_of_steps, method, "opt", 4 * state) == [(0, 8)] * 4
-
-
-# ---- what DistributedDataParallel may be told ----
+# ---- what happens on the way ----
 
 
 @pytest.mark.parametrize(("micro", "fraction"), [(1, 1.0), (2, 0.5)])
 def test_a_static_graph_of_ddp(micro, fraction):
-    spread = {"grad_worker_fraction": fraction}
     wrapper = {"static_graph": True}
-    plan = Plan(even(2, ROWS, micro), "images", options=INTERVALS, spread=spread, wrapper=wrapper)
-    check(dataclasses.replace(plan, steps=6))
+    plan = Plan(even(2, ROWS, micro), "images", options=INTERVALS, wrapper=wrapper, steps=6)
+    check(plan, {"grad_worker_fraction": fraction})
 
 
 # Which of three ranks use the branch, step by step.
@@ -494,16 +418,10 @@ USES = {
 }
 STEPS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "damping": 0.1}
 
-Result = tuple[dict[str, Tensor], dict[tuple[str, str], Tensor]]  # parameters and factors
-
 
 def branched(
-    uses: list[str],
-    options: dict[str, Any],
-    frozen: tuple[str, ...] = (),
-    with_ddp: bool = False,
-    world: int = 3,
-) -> Result:
+    options: dict[str, Any], uses: list[str], frozen: tuple[str, ...] = (), with_ddp: bool = False
+) -> Trained:
     """Some examples a rank, or those of all ranks; what is ``frozen`` is not from step 2 on."""
     model = network("branched")
     parameters = dict(model.named_parameters())
@@ -515,15 +433,11 @@ def branched(
     for step, used in enumerate(uses):
         if step == 2:
             model.requires_grad_(True)
-        x, y = batch("branched", step, rows * world)
+        x, y = batch("branched", step, rows * 3)
         through = torch.tensor([flag == "1" for flag in used]).repeat_interleave(rows)
-        x, y, through = share(x, y, through)
-        opt.zero_grad()
-        F.cross_entropy(wrapped(x, through), y).backward()
-        if not with_ddp:
-            average(p for n, p in parameters.items() if "1" in used or "branch" not in n)
-        opt.step()
-    return values(model), kept(opt)
+        averaged = [p for n, p in parameters.items() if "1" in used or "branch" not in n]
+        learn(wrapped, [opt], *share(x, through, y), averaged=() if with_ddp else averaged)
+    return Trained(values(model), kept(opt))
 
 
 WHOLE, BIAS = ("branch.weight", "branch.bias"), ("branch.bias",)
@@ -546,59 +460,43 @@ def test_a_branch_that_ranks_leave_out_or_unfreeze(
 ):
     options = {"factor_update_steps": often, "inv_update_steps": 2, "kl_clip": 1e-3}
     options = taken_by({**options, **CURVATURES[method], "assignment": assignment})
-    tolerance = 1e-9 if method == "eigen" else 1e-8
-    ranks = run(3, branched, USES[uses], options, frozen, with_ddp)
-    assert_alike([parameters for parameters, _ in ranks])
-    parameters, factors = branched(USES[uses], options, frozen)
-    assert error(ranks[0][0], parameters) < tolerance
-    assert error({k: v for _, own in ranks for k, v in own.items()}, factors) < tolerance
+    alone = branched(options, USES[uses], frozen)
+    ranks = run(3, branched, options, USES[uses], frozen, with_ddp)
+    assert_as_alone(ranks, alone, 1e-9 if method == "eigen" else 1e-8)
 
 
-# ---- other ways to build ----
-
-
-def parted(options: dict[str, Any], world: int) -> dict[str, Tensor]:
-    """Two optimizers, each on its part of the model."""
+def parted(options: dict[str, Any]) -> Trained:
+    """Two optimizers, each on its part of the model; three ranks, or their examples together."""
     model = network("images")
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    names = ("first", "norm", "grouped")
-    body = [p for n, p in model.named_parameters() if n.startswith(names)]
-    rest = [p for n, p in model.named_parameters() if not n.startswith(names)]
-    rest = [p for p in rest if p.requires_grad]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    body = [p for n, p in trained.items() if n.startswith(("first", "norm", "grouped"))]
+    rest = [p for n, p in trained.items() if not n.startswith(("first", "norm", "grouped"))]
     one = KFACSGD(body, **STEPS, model=wrapped, **options, **INTERVALS)
     other = KFACSGD(rest, **STEPS, model=wrapped, **{**options, "compute_method": "inverse"})
     rows = ROWS if one.preconditioner.rule.makes_directions else FEW
     for step in range(6):
-        x, y = share(*batch("images", step, rows * world))
-        for opt in (one, other):
-            opt.zero_grad()
-        F.cross_entropy(wrapped(x), y).backward()
-        for opt in (other, one):
-            opt.step()
-    return values(model)
+        learn(wrapped, [one, other], *share(*batch("images", step, 3 * rows)))
+    return Trained(values(model), kept(one) | kept(other))
 
 
 @pytest.mark.parametrize("assignment", ["layer-wise", "opt"])
 @pytest.mark.parametrize(("method", "tolerance"), [("polar", 1e-8), ("eigen", 1e-9)])
 def test_two_optimizers_on_one_model(method, tolerance, assignment):
     options = {**CURVATURES[method], "assignment": assignment}
-    ranks = run(3, parted, options, 3)
-    assert_alike(ranks)
-    assert error(ranks[0], parted(options, 3)) < tolerance
+    assert_as_alone(run(3, parted, options), parted(options), tolerance)
 
 
-def halves(options: dict[str, Any]) -> dict[str, Tensor]:
+def halves(plans: list[Plan]) -> dict[str, Tensor]:
     """Two ranks train one model, two another, at the same time."""
-    groups = two_groups()
-    rank = dist.get_rank()
-    half, group = rank // 2, groups[rank // 2]
-    name = ("images", "tokens")[half]
-    model = network(name)
+    half, place = divmod(dist.get_rank(), 2)
+    plan, group = plans[half], two_groups()[half]
+    model = network(plan.network)
     wrapped = DistributedDataParallel(model, process_group=group)
-    opt = KFACSGD(wrapped, **STEPS, process_group=group, **options)
-    for step in range(6 - half):  # nor do they take as many steps
-        x, y = (t.chunk(2)[rank % 2] for t in batch(name, step, 2 * ROWS))
-        descend(opt, F.cross_entropy(wrapped(x), y))
+    opt = build(plan, model, wrapped, process_group=group, **plan.spread)
+    for step in range(plan.steps):
+        for x, y, _ in micro_batches(plan, step, place):
+            descend(opt, F.cross_entropy(wrapped(x), y))
     return values(model)
 
 
@@ -609,20 +507,16 @@ def two_groups() -> list[Any]:
 
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 def test_groups_that_train_different_models(fraction):
-    options = {**INTERVALS, "grad_worker_fraction": fraction}
-    ranks = run(4, halves, options)
-    for half, name in enumerate(("images", "tokens")):
-        both = ranks[2 * half : 2 * half + 2]
-        assert_alike(both)
-        plan = Plan(even(2, ROWS), name, base=STEPS_OF_SGD, options={"damping": 0.1, **INTERVALS})
-        alone = train_alone(dataclasses.replace(plan, steps=6 - half))
-        assert error(both[0], alone.parameters) < 1e-8
+    how: dict[str, Any] = {"options": INTERVALS, "spread": {"grad_worker_fraction": fraction}}
+    plans = [Plan(even(2, ROWS), "images", steps=6, **how)]
+    plans.append(Plan(even(2, ROWS), "tokens", steps=5, **how))
+    ranks = run(4, halves, plans)
+    for plan, pair in zip(plans, (ranks[:2], ranks[2:]), strict=True):
+        assert_alike(pair)
+        assert error(pair[0], train_alone(plan).parameters) < 1e-8
 
 
-STEPS_OF_SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
-
-
-def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]:
+def grown(options: dict[str, Any], change: str, world: int) -> Trained:
     """A model that gets another layer, or another head, while it is trained."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -633,18 +527,15 @@ def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]
         if step == 4:
             new = [nn.Linear(6, CLASSES).double()]
             if change == "layer":
-                new = [nn.Linear(CLASSES, 6).double(), nn.Linear(6, CLASSES).double()]
+                new = [nn.Linear(CLASSES, 6).double(), *new]
                 model.extend([nn.Tanh(), *new])
             else:
                 model[4] = new[0]
             for layer in new:
                 opt.add_param_group({"params": layer.parameters(), "lr": 0.05})
-        x, y = share(*batch("chain", step, ROWS * world))
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        average(model.parameters())
-        opt.step()
-    return values(model)
+        examples = share(*batch("chain", step, ROWS * world))
+        learn(model, [opt], *examples, averaged=model.parameters())
+    return Trained(values(model), kept(opt))
 
 
 @pytest.mark.parametrize("change", ["layer", "head"])
@@ -652,9 +543,7 @@ def grown(options: dict[str, Any], change: str, world: int) -> dict[str, Tensor]
 def test_layers_that_come_later(world, change):
     alone = grown({}, change, world)
     for spread in fractions(world):
-        ranks = run(world, grown, spread, change, world)
-        assert_alike(ranks)
-        assert error(ranks[0], alone) < 1e-8
+        assert_as_alone(run(world, grown, spread, change, world), alone, 1e-8)
 
 
 @pytest.mark.parametrize("thing", [0, 1, 77, "steps"])
@@ -672,21 +561,21 @@ def test_equal_checksums_are_found_equal_in_every_world(thing):
 # ---- who waits for whom ----
 
 
-def different_shapes(sharded: bool = False) -> nn.Sequential:
+def stage(name: str) -> nn.Sequential:
+    """Layers of one shape, or of eight shapes, which may be sharded."""
     torch.manual_seed(0)
+    if name == "alike":
+        return nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(16)))
     model = nn.Sequential(*(nn.Linear(n, n + 1) for n in range(4, 12)))
-    if sharded:
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
+    for layer in (*model, model) if name == "sharded" else ():
+        fully_shard(layer)
     return model
 
 
-def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
-    """What this rank does in a step that gathers and refreshes everything, in its order."""
+def events(name: str, options: dict[str, Any], steps: int = 1) -> list[str]:
+    """What this rank does in steps of which the first gathers and refreshes all, in its order."""
     seen: list[str] = []
-    exchange, precondition = Ranks._exchange, PolarRule.apply
-    attempt = refresh.attempt
+    exchange = Ranks._exchange
 
     class Waiting:
         def __init__(self, kind: str, work: Any) -> None:
@@ -700,25 +589,26 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
         seen.append(f"send {args[-1]}")
         return Waiting(args[-1], exchange(self, *args))
 
-    def preconditioned(*args: Any) -> Tensor:
-        seen.append("multiply")
-        return precondition(*args)
+    def noting(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **options: Any) -> Any:
+            seen.append(word)
+            return function(*args, **options)
 
-    def decomposed(*args: Any, **options: Any) -> Any:
-        seen.append("decompose")
-        return attempt(*args, **options)
+        return noted
 
-    model = different_shapes(sharded)
-    opt = KFACSGD(model, lr=0.1, **options)
-    model(torch.randn(4, 4)).square().mean().backward()
-    if not sharded:
-        average(model.parameters())
-    with (
-        mock.patch.object(Ranks, "_exchange", exchanged),
-        mock.patch.object(PolarRule, "apply", preconditioned),
-        mock.patch.object(refresh, "attempt", decomposed),
-    ):
-        opt.step()
+    model = stage(name)
+    opt = KFACSGD(model, **STEPS, **options)
+    for _ in range(steps):
+        seen.append("step")
+        model(torch.randn(4, model[0].in_features)).square().mean().backward()
+        if name != "sharded":
+            average(model.parameters())
+        with (
+            mock.patch.object(Ranks, "_exchange", exchanged),
+            mock.patch.object(PolarRule, "apply", noting("multiply", PolarRule.apply)),
+            mock.patch.object(refresh, "attempt", noting("decompose", refresh.attempt)),
+        ):
+            opt.step()
     return seen
 
 
@@ -726,7 +616,7 @@ def events(options: dict[str, Any], sharded: bool = False) -> list[str]:
 def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
     """In buckets that take one layer each, of which three are on their way at a time."""
     options = {"grad_worker_fraction": fraction, "bucket_cap_mb": 1e-5}
-    ranks = run(world, events, options)
+    ranks = run(world, events, "different", options)
     for seen in ranks:
         sums, new = "wait for factors", "wait for gradients"
         assert seen.count(sums) > 6 and seen.count(new) > 6
@@ -736,9 +626,130 @@ def test_no_rank_waits_for_the_work_of_another_before_its_own(world, fraction):
     assert any("multiply" in seen[seen.index("send gradients") :] for seen in ranks)
 
 
+@pytest.mark.parametrize(
+    ("method", "gradient", "state"),
+    [
+        ("polar", 16 * 16 * 4 + 32, 16 * 17 // 2 * 4),
+        ("eigen", 16 * 16 * 4 + 16, (16 * 16 + 16) * 4),
+    ],
+)
+def test_ranks_send_side_by_side_what_is_theirs(method, gradient, state):
+    """Gradients of 16 equal layers in a plain step, and their state in one that refreshes all."""
+    # Four ranks have a quarter each. A call takes four layers' gradients, or states of four
+    # factors, one of each rank's: no first hop is needed, and no rank waits for another. A bucket
+    # takes a little more than that many bytes.
+    expected = (("layer-wise", gradient, (4, 0)), ("opt", state, (0, 8)))
+    for strategy, size, (of_gradients, of_state) in expected:
+        options = {"assignment": strategy, "bucket_cap_mb": (4 * size + 1) / 2**20}
+        for seen in run(4, events, "alike", CURVATURES[method] | options, 2):
+            second = seen.index("step", 1)
+            assert seen[second:].count("send gradients") == of_gradients
+            assert seen[:second].count("send second_order") == of_state
+
+
 @pytest.mark.skipif(not CAN_SHARD, reason="fully_shard on CPUs needs torch 2.7")
 def test_sharded_gradients_travel_by_what_a_rank_has_of_them():
-    size = sum(4 * p.numel() for p in different_shapes().parameters())
+    size = sum(4 * p.numel() for p in stage("different").parameters())
     for part, count in ((0.6, 2), (0.3, 4)):  # of the whole; each there and back
-        for seen in run(2, events, {"bucket_cap_mb": part * size / 2**20}, True):
+        for seen in run(2, events, "sharded", {"bucket_cap_mb": part * size / 2**20}):
             assert seen.count("wait for gradients") == count
+
+
+# ---- steps that exchange nothing ----
+
+BOTH = pytest.mark.parametrize("cls", [KFACAdam, KFACSGD])
+
+
+def passes(cls: Any, uses: range, parts: int, steps: int) -> tuple[Any, list[int]]:
+    """Train with a branch that one of ``parts`` of the examples goes through, in some steps.
+
+    Return weights, and the steps in which the branch gathered.
+    """
+    model = network("branched")
+    opt = cls(model, lr=0.01)
+    kfac, gathered = opt.preconditioner, []
+    for step in range(steps):
+        x, y = batch("branched", step, 2 * ROWS)
+        through = torch.arange(len(x)) >= len(x) - (step in uses) * len(x) // parts
+        averaged = (p for n, p in model.named_parameters() if step in uses or "branch" not in n)
+        learn(model, [opt], *share(x, through, y), averaged=averaged)
+        if "branch" in kfac.work.average:
+            gathered.append(step)
+            assert "branch" in kfac.work.refresh or len(gathered) > 1
+        assert kfac.registry.states["branch"].has_state == bool(gathered)
+    return values(model), gathered
+
+
+@BOTH
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_head_that_comes_late_and_an_expert_of_one_rank(cls, parts):
+    """Either is first used in step 47; the same weights on any number of ranks."""
+    alone, gathered = passes(cls, range(47, 70), parts, 70)
+    assert gathered == [50, 55, 60, 65]  # its slot is in the middle of an interval
+    for ranks in (2, 4):
+        results = run(ranks, passes, cls, range(47, 70), parts, 70)
+        assert_alike([weights for weights, _ in results])
+        assert all(steps == gathered for _, steps in results)
+        assert error(results[0][0], alone) < 1e-8
+
+
+def test_a_layer_in_use_in_one_step_of_ten_is_met_at_last():
+    """The extra step of late layers moves on from interval to interval."""
+    _, gathered = passes(KFACAdam, range(7, 80, 10), 1, 80)
+    assert gathered == [67]
+
+
+def lacks(cls: Any, step: int) -> tuple[str, int]:
+    """Lose gradients on the last rank in one step; return the error, and the step of it."""
+    model = network("chain")
+    opt = cls(model, lr=0.01)
+    for i in range(64):
+        x, y = batch("chain", i, 2 * ROWS)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        for layer in (model.middle[1], model.head) if i == step and dist.get_rank() == 1 else ():
+            layer.weight.grad = None
+        try:
+            opt.step()
+        except RuntimeError as problem:
+            return str(problem), i
+    return "", 64
+
+
+@BOTH
+@pytest.mark.parametrize(("step", "named"), [(3, 5), (57, 60), (59, 60), (55, 55)])
+def test_a_gradient_that_one_rank_lacks_is_named(cls, step, named):
+    """In the step that lacks it, if it gathers, or in the next one that does."""
+    later = f"may have drifted apart since step {step}"
+    said = later if step < named else "would drift apart"
+    for text, at in run(2, lacks, cls, step):
+        assert "layer 'middle.1' has no gradient on ranks [1], but has one on other" in text
+        assert f"weights {said}" in text and at == named
+
+
+def lives(cls: Any, name: str) -> list[tuple[bool, bool, bool]]:
+    """Return of 20 steps whether ranks exchange numbers, take sums, and change factors."""
+    model = network(name)
+    opt = cls(model, lr=0.001)
+    kfac, lived = opt.preconditioner, []
+    for step in range(71):
+        x, y = batch(name, step, 2 * ROWS)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        before, sums = kfac.ranks.received["status"], kfac.memory_usage()["pending"] > 0
+        opt.step()
+        exchanges = kfac.ranks.received["status"] > before
+        assert exchanges == (kfac.work.exchanges and dist.is_initialized())
+        lived.append((kfac.work.exchanges, sums, bool(kfac.work.average or kfac.work.refresh)))
+    return lived[51:]
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["images", "tokens", "chain"])
+def test_most_steps_exchange_nothing_and_take_no_sums(cls, name):
+    """By default, after the first early ones, on one process and on several ranks."""
+    alone = lives(cls, name)
+    assert run(2, lives, cls, name) == [alone] * 2
+    assert all(step in ((False, False, False), (True, True, step[2])) for step in alone)
+    quiet = [not any(step) for step in alone]
+    assert sum(quiet[:10]) >= 7 and sum(quiet[10:]) >= 7

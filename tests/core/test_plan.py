@@ -1,7 +1,8 @@
-"""The compiled plan: what makes it anew, and the momenta that lie in its stacks."""
+"""The compiled plan: what makes it anew, what a step does by it, and what lies in its stacks."""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,16 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.comm.sharding import is_sharded, local
+from tests.curvature.test_refresh import ALWAYS
+from tests.support import groups
+from tests.support.close import assert_close
 from tests.support.ranks import run
-from tests.support.training import assert_near, assert_same
-
-ALWAYS: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
+from tests.support.training import ANEW, assert_near, assert_same, descend, early
+from tests.support.watch import Body, exact, normal, seeded, taken
 
 
 class Net(nn.Module):
@@ -45,7 +51,7 @@ def learn(
     opt.zero_grad()
     for _ in range(batches):
         x = torch.randn(6, 2, 6, 6, generator=generator, dtype=torch.float64)
-        model(x).square().mean().backward()
+        model(x.to(model.head.weight.dtype)).square().mean().backward()
     for p in leaves:
         p.grad = None
     opt.step()
@@ -82,6 +88,14 @@ def test_what_compiles_anew():
     assert 1 <= compiles(20) <= 2
     assert former.weight not in groups.plan.index and model.head.weight in groups.plan.index
     assert compiles(20) == 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = opt.preconditioner.steps, groups.compilations
+    for scale in (float("inf"), 1.0):
+        opt.zero_grad()
+        scaler.scale(model(normal(6, 2, 6, 6)).square().mean() * scale).backward()
+        scaler.step(opt)  # skips the first one
+        scaler.update()
+    assert (opt.preconditioner.steps - 1, groups.compilations) == before
     model.to(memory_format=torch.channels_last)
     assert compiles(5) == 1
     opt.load_state_dict(opt.state_dict())
@@ -90,7 +104,7 @@ def test_what_compiles_anew():
 
 def test_a_momentum_of_another_kind_is_another_way():
     model = Net()
-    opt = KFACSGD(model, lr=0.01, momentum=0.9, **ALWAYS)
+    opt = KFACSGD(model, lr=0.01, momentum=0.9, **ANEW)
     groups, seen = opt.preconditioner.groups, []
     for step, momentum in enumerate([0.9, 0.8, 0.7, 0.0, 0.0, 0.9]):
         opt.param_groups[0]["momentum"] = momentum
@@ -98,19 +112,6 @@ def test_a_momentum_of_another_kind_is_another_way():
         seen.append(groups.compilations)
         assert ("momentum_buffer" in opt.state[model.head.weight]) == (momentum != 0)
     assert seen == [1, 1, 1, 2, 2, 3]
-
-
-def test_a_step_that_a_scaler_skips_compiles_nothing():
-    model = Net().float()
-    opt = KFACAdam(model, lr=0.01, **ALWAYS)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(6):
-        opt.zero_grad()
-        loss = model(torch.randn(6, 2, 6, 6)).square().mean()
-        scaler.scale(loss * (float("inf") if step == 3 else 1)).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert opt.preconditioner.steps == 5 and opt.preconditioner.groups.compilations == 1
 
 
 @pytest.mark.parametrize("how", ["entry", "tensor", "state", "cleared"])
@@ -122,7 +123,7 @@ def test_entries_that_a_user_replaced(how, cls, key, layout):
     pairs = []
     for replaced in (True, False):
         model = Net(layout)
-        opt = cls(model, lr=0.01, **options, **ALWAYS)
+        opt = cls(model, lr=0.01, **options, **ANEW)
         for step in range(3):
             learn(model, opt, step)
         weights = [model.conv.weight, model.body[1].weight]
@@ -165,20 +166,23 @@ def test_a_pickle_has_each_number_once(cls):
     assert_same(copied.state_dict()["state"], opt.state_dict()["state"])
 
 
-def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
-    """Take a step in which two parameters have no gradient; return how many momenta are here."""
+def rests(cls: Any, options: dict[str, Any], spread: str) -> int:
+    """Take a step in which three parameters have no gradient; return how many tensors are here."""
     model = Net()
-    if shards:
+    if spread == "shards":
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        options = options | {"assignment": spread}
     opt = with_kfac(cls)(model, lr=0.01, weight_decay=0.01, **options)
     learn(model, opt, 0)
     learn(model, opt, 1)
     resting = [model.body[1].weight, model.body[1].bias, model.norm.weight]
 
     def held() -> list[Tensor]:
-        entries = [{k: v for k, v in opt.state[p].items() if k in KEYS} for p in resting]
-        tensors = [*resting, *(v for entry in entries for v in entry.values())]
-        return [local(x).clone() if is_sharded(x) else x.clone() for x in tensors]
+        entries = [item for p in resting for item in opt.state[p].items()]
+        # Those of the base, K-FAC's momentum and its sums of squares, but no factors.
+        tensors = [x for key, x in entries if key[:5] != "kfac_" or key == "kfac_square_sum"]
+        return [(x.to_local() if isinstance(x, DTensor) else x).clone() for x in resting + tensors]
 
     before = held()
     learn(model, opt, 2, leaves=resting)
@@ -186,16 +190,7 @@ def rests(cls: Any, options: dict[str, Any], shards: bool) -> int:
     return len(before)
 
 
-MOMENTA = "momentum_buffer", "exp_avg", "kfac-momentum"
-KEYS = (*MOMENTA, "exp_avg_sq", "square_avg", "step", "kfac_square_sum")
-SPREADS: dict[str, dict[str, Any]] = {
-    "local": {"assignment": "opt"},
-    "rows": {"assignment": "layer-wise"},
-    "shards": {},
-}
-
-
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", ["opt", "layer-wise", "shards"])
 @pytest.mark.parametrize(
     ("cls", "options", "count"),
     [
@@ -208,83 +203,281 @@ SPREADS: dict[str, dict[str, Any]] = {
 )
 def test_a_parameter_without_a_gradient_keeps_all_bits(cls, options, count, spread):
     """Weight, momentum, second moment and count; one rank has the layer's momenta, or both."""
-    found = run(2, rests, cls, {**options, **SPREADS[spread]}, spread == "shards")
-    assert max(found) == count
-
-
-def pair(cls: Any = KFACAdam, **options: Any) -> tuple[nn.Sequential, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
-    return model, cls(model, lr=0.01, **{**ALWAYS, **options})
-
-
-def fit(model: nn.Module, opt: Any, *, leaves: tuple[Tensor, ...] = ()) -> None:
-    opt.zero_grad()
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (model(x) - 1).square().mean().backward()
-    for p in leaves:
-        p.grad = None
-    opt.step()
+    assert max(run(2, rests, cls, options, spread)) == count
 
 
 def test_rows_that_change_places_are_read_before_they_are_written():
-    model, opt = pair()
-    fit(model, opt)
-    both = model[0].weight, model[2].weight
+    model = Net()
+    opt = KFACAdam(model, lr=0.01, **ANEW)
+    learn(model, opt, 0)
+    both = model.body[0].weight, model.body[1].weight
     one, other = (opt.state[p] for p in both)
     expected = [x["exp_avg"].clone() for x in (other, one)]
     one["exp_avg"], other["exp_avg"] = other["exp_avg"], one["exp_avg"]
-    fit(model, opt, leaves=tuple(model.parameters()))
+    learn(model, opt, 1, leaves=list(model.parameters()))
     assert_same([opt.state[p]["exp_avg"] for p in both], expected)
 
 
 def test_a_count_that_a_user_sets_goes_on():
-    model, opt = pair()
-    fit(model, opt)
-    entry = opt.state[model[0].weight]
+    model = Net()
+    opt = KFACAdam(model, lr=0.01, **ANEW)
+    learn(model, opt, 0)
+    entry = opt.state[model.body[0].weight]
     del entry["step"]
     entry["step"] = torch.tensor(100.0)  # perhaps where the former one lay
-    fit(model, opt)
-    fit(model, opt)
-    assert entry["step"] == 102 and opt.state[model[2].weight]["step"] == 3
+    learn(model, opt, 1)
+    learn(model, opt, 2)
+    assert entry["step"] == 102 and opt.state[model.body[1].weight]["step"] == 3
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has no K-FAC factors")
 @pytest.mark.parametrize("how", ["goes on", "pickled", "loaded"])
 def test_a_first_momentum_is_the_gradient_whenever_it_comes(how):
     """With dampening, as in torch; until then there is no entry."""
-    model, opt = pair(KFACSGD, momentum=0.9, dampening=0.5)
-    late = model[0].weight
-    for _ in range(3):
-        fit(model, opt, leaves=(late,))
+    model = Net()
+    opt = KFACSGD(model, lr=0.01, momentum=0.9, dampening=0.5, **ANEW)
+    late = model.body[0].weight
+    for step in range(3):
+        learn(model, opt, step, leaves=[late])
     assert "momentum_buffer" not in opt.state.get(late, {})
     if how == "pickled":
         model, opt = pickle.loads(pickle.dumps((model, opt)))
     elif how == "loaded":
         opt.load_state_dict(opt.state_dict())
-    late = model[0].weight
-    fit(model, opt)
+    late = model.body[0].weight
+    learn(model, opt, 3)
     assert_near(opt.state[late]["momentum_buffer"], late.grad, 1e-12)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_layer_that_begins_anew_goes_on_from_a_checkpoint():
     """Its first statistics were not finite: the base steps it until it gathers again."""
-    model, opt = pair(factor_update_steps=10, inv_update_steps=10)
-    used = [model[0], model[2]]
-    for step in range(29):
-        opt.zero_grad()
+
+    def build() -> tuple[nn.ModuleList, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)]).double()
+        return model, KFACAdam(model, lr=0.01, factor_update_steps=10, inv_update_steps=10)
+
+    def fit(model: nn.ModuleList, opt: Any, late: bool = True, spoilt: bool = False) -> None:
         x = torch.ones(8, 6, dtype=torch.float64)
-        late = step == 20 or step > 25
-        loss = (used[0](used[1](x) if late else x) - 1).square().mean()
-        (loss * (float("nan") if step == 20 else 1)).backward()
-        for p in model.parameters() if step == 20 else ():
+        loss = (model[0](model[1](x) if late else x) - 1).square().mean()
+        opt.zero_grad()
+        (loss * (float("nan") if spoilt else 1)).backward()
+        for p in model.parameters() if spoilt else ():
             p.grad = torch.full_like(p, 1e-3)
         opt.step()
-    other, copied = pair(factor_update_steps=10, inv_update_steps=10)
-    other.load_state_dict(model.state_dict())
-    copied.load_state_dict(pickle.loads(pickle.dumps(opt.state_dict())))
+
+    straight, resumed = build(), build()
+    for step in range(29):
+        fit(*straight, late=step == 20 or step > 25, spoilt=step == 20)
+    for one, its in zip(resumed, straight, strict=True):
+        one.load_state_dict(pickle.loads(pickle.dumps(its.state_dict())))
     for _ in range(4):
-        fit(model, opt)
-        fit(other, copied)
-        assert_same(other, model)
+        fit(*straight)
+        fit(*resumed)
+        assert_same(resumed[0], straight[0])
+
+
+class Operations(TorchDispatchMode):
+    """Records each operation with the shapes of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        self.seen.append((str(func), [tuple(x.shape) for x in tensors]))
+        return func(*args, **(kwargs or {}))
+
+
+def addresses(model: nn.Module, opt: Any) -> dict[Any, int]:
+    """Return where parameters, momenta, averages and decompositions lie; counts are numbers."""
+    found: dict[Any, Tensor] = dict(model.named_parameters())
+    for name, p in model.named_parameters():
+        for key, value in opt.state[p].items():
+            if isinstance(value, Tensor) and key != "step":
+                found[name, key] = value
+    for i, (name, tensor) in enumerate(groups.tensors(opt)):
+        found[i, name] = tensor
+    return {key: tensor.data_ptr() for key, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "kept"),
+    [
+        (KFACSGD, {"momentum": 0.9}, "momentum_buffer"),
+        (KFACAdam, {}, "exp_avg"),
+        (KFACSGD, {"momentum": 0.9, "compute_method": "eigen"}, "momentum_buffer"),
+    ],
+    ids=["KFACSGD", "KFACAdam", "eigen"],
+)
+def test_quiet_steps_are_alike_and_move_nothing(cls, options, kept):
+    """A step that neither gathers nor refreshes makes the same operations as the one before."""
+    model = Net()  # of which the base steps the norm
+    with early():
+        long = {"factor_update_steps": 1000, "inv_update_steps": 1000}
+        opt = cls(model, lr=0.01, weight_decay=0.01, **long, **options)
+    seen, places = [], []
+    for _ in range(5):
+        opt.zero_grad()
+        model(normal(8, 2, 6, 6)).square().mean().backward()
+        with Operations() as operations:
+            opt.step()
+        seen.append(operations.seen)
+        places.append(addresses(model, opt))
+    assert len(seen[0]) > len(seen[3]) > 10
+    assert seen[3] == seen[4]
+    assert ("conv.weight", kept) in places[0]
+    assert places[1] == places[2] == places[3] == places[4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)]
+)
+def test_a_model_moved_to_another_dtype_keeps_its_factors(dtype, kept):
+    model = Net().float()
+    opt = KFACSGD(model, lr=0.1, momentum=0.9, factor_update_steps=2, staggered=False)
+    for step in range(3):
+        learn(model, opt, step)
+    former = {key: average.to(kept) for key, average in groups.averages(opt).items()}
+    model.to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    learn(model, opt, 3)  # not due for factors
+    assert_same(groups.averages(opt), former)
+    assert not any(map(torch.equal, model.parameters(), before))
+    for step in range(4, 6):
+        learn(model, opt, step)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+ZOO_SLOTS = {  # layer: blocks, a (True where diagonal), g
+    "words": (1, (11, True), 4),
+    "conv": (2, (2 * 3 + 1, False), 3),
+    "head": (1, (7, False), 3),
+}
+
+
+@pytest.mark.parametrize("method", ALWAYS)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_usage_adds_up_to_the_byte(method, dtype):
+    conv = nn.Conv1d(4, 6, 3, groups=2, padding=1)
+    parts = {"words": nn.Embedding(11, 4), "conv": conv, "head": nn.Linear(6, 3)}
+    model = Body(lambda m, x: m.head(m.conv(m.words(x).mT).mean(2)), **parts)
+    opt = KFACSGD(model, lr=0.1, inv_dtype=dtype, **ALWAYS[method])
+    kfac = opt.preconditioner
+
+    x = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(0))
+    F.cross_entropy(model(x), torch.arange(5) % 3).backward()
+    size, full = (4 if dtype is None else 2), 4
+    a_of = {name: n if diagonal else n * n for name, (_, (n, diagonal), _) in ZOO_SLOTS.items()}
+    in_average = sum(b * (a_of[name] + g * g) for name, (b, _, g) in ZOO_SLOTS.items())
+    assert kfac.memory_usage()["pending"] == in_average * full
+    opt.step()
+    usage = kfac.memory_usage()
+    slots = sum(2 * b for b, _, _ in ZOO_SLOTS.values())
+    wanted = {"factors": in_average * full, "counters": slots * (full + 2 * 4)}
+    if method == "polar" or "inverse" in method:
+        wanted["roots" if method == "polar" else "inverses"] = in_average * size
+    else:
+        wanted["eigenvectors"] = (in_average - 11) * size
+        wanted["eigenvalues"] = sum(b * (a + g) for b, (a, _), g in ZOO_SLOTS.values()) * full
+    if method == "outer product":
+        wanted["eigenvalue_products"] = sum(b * a * g for b, (a, _), g in ZOO_SLOTS.values()) * size
+    assert usage == {**wanted, "total": sum(wanted.values()), "pending": 0}
+    # What the optimizer holds, each storage once; the counts beside it are of the checkpoint's.
+    held: dict[int, int] = {}
+    for entry in opt.state.values():
+        for key, tensor in entry.items():
+            if key.startswith("kfac") and not key.endswith(("step", "status")):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    assert sum(held.values()) == usage["total"]
+
+
+class Kinds(nn.Module):
+    """Two layers of each kind whose parameters have several dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = {
+            "conv": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2),
+            "back": lambda: nn.ConvTranspose2d(4, 4, 3, padding=1),
+            "linear": lambda: nn.Linear(12, 12),
+            "words": lambda: nn.Embedding(5, 12),
+            "attend": lambda: nn.MultiheadAttention(12, 2, batch_first=True),
+        }
+        for name, make in pairs.items():
+            setattr(self, name, nn.ModuleList([make(), make()]))
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4), nn.LayerNorm(12)])
+
+    def forward(self, images: Tensor, tokens: Tensor) -> Tensor:
+        for layer in (*self.conv, self.norms[0], *self.back):
+            images = layer(images).tanh()
+        rows = self.norms[1](self.words[0](tokens) + self.words[1](tokens) + images.flatten(2))
+        for layer in self.linear:
+            rows = layer(rows).tanh()
+        for layer in self.attend:
+            rows = rows + layer(rows, rows, rows)[0]
+        return rows.square().sum((1, 2)).mean()
+
+
+@pytest.mark.parametrize("how", [{}, {"compute_method": "eigen", "kl_clip": 1e-3}])
+def test_parameters_and_gradients_laid_out_in_any_way(how):
+    """Convolutions are channels last or not; of two layers of a shape, one's gradients are as its
+    parameters, the other's have their dimensions reversed. The second step lacks a layer."""
+    plain = seeded(Kinds)
+    turned = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    start = {name: (p.detach().clone(), p.stride()) for name, p in turned.named_parameters()}
+    opts = [KFACSGD(x, lr=0.01, momentum=0.9, inv_update_steps=1, **how) for x in (plain, turned)]
+    images, tokens = normal(3, 4, 3, 4), torch.arange(12).remainder(5).view(3, 4)
+    for step in range(3):
+        for net, opt in zip((plain, turned), opts, strict=True):
+            opt.zero_grad()
+            net(images, tokens).backward()
+            for p in net.linear[0].parameters() if step == 1 else ():
+                p.grad = None
+            for name, p in net.named_parameters():
+                if net is turned and ".0." in name and p.grad is not None:
+                    back = list(reversed(range(p.dim())))
+                    p.grad = p.grad.permute(back).contiguous().permute(back)
+            opt.step()
+        for (name, p), other in zip(turned.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(
+                p, other, rtol=1e-9, atol=1e-12, msg=name, check_stride=False
+            )
+    assert not turned.conv[1].weight.is_contiguous()
+    for name, p in turned.named_parameters():
+        assert not torch.equal(p, start[name][0]) and p.stride() == start[name][1]
+        assert opts[1].state[p]["momentum_buffer"].stride() == p.stride()
+
+
+def test_a_weight_without_a_gradient_rests_and_its_bias_steps():
+    """The bias takes the step that it takes beside a gradient of zero."""
+    steps = []
+    for missing in (True, False):
+        net = seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)))
+        opt = exact(net)
+        net(normal(6, 4)).square().sum(1).mean().backward()
+        rests = [net[0].weight, net[2].weight, net[2].bias]
+        for p in rests:
+            p.grad = None if missing else torch.zeros_like(p)
+        steps.append(taken(opt, net))
+        assert all((p.grad is None) == missing for p in rests)
+    assert not any(step.any() for name, step in steps[0].items() if name != "0.bias")
+    assert steps[0]["0.bias"].any()
+    assert_close(steps[0]["0.bias"], steps[1]["0.bias"], 1e-8)
+
+
+@pytest.mark.parametrize("optimizer", [KFACSGD, KFACAdam])
+@pytest.mark.parametrize("method", ["polar", "eigen"])
+@pytest.mark.parametrize("spike", [1e20, 1e28])
+def test_a_spike_of_the_loss_leaves_weights_finite(optimizer, method, spike):
+    """The clip's sum overflowed at once, and Adam's second moment where its basis turned later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 3))
+    opt = optimizer(model, lr=0.01, compute_method=method)
+    for i in range(12):
+        x = torch.randn(8, 20)
+        x[:, :5] = 0
+        descend(opt, model(x).square().mean() * (spike if i == 3 else 1))
+    assert all(p.abs().max() < 2 for p in model.parameters())

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, KFACParamScheduler
 from kaisa_optim.linalg import products
-from tests.capture.test_capture import loss_of
+from tests.core.test_coverage import loss_of
 from tests.support import groups, training
 from tests.support.branches import Branches
 from tests.support.cluster import average, rank, share, taken_by, weights, world
@@ -47,7 +47,6 @@ from tests.support.watch import (
 
 STEPS = 5
 ROWS = 24  # of a batch, over all ranks
-SINGLE = torch.float32
 
 
 def net(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -72,19 +71,13 @@ def whole(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     return x.to(dtype), y.to(dtype)
 
 
-def part(i: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """This rank's part of batch ``i``."""
-    x, y = share(*whole(i, dtype))
-    return x, y
-
-
 def learn(
     model: nn.Module,
     opt: torch.optim.Optimizer,
     i: int,
     before_step: Callable[[], object] = lambda: None,
 ) -> None:
-    x, y = part(i, next(model.parameters()).dtype)
+    x, y = share(*whole(i, next(model.parameters()).dtype))
     opt.zero_grad()
     F.mse_loss(model(x), y).backward()
     before_step()
@@ -134,14 +127,6 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 # ---- passes through the model ----
 
 
-def twice() -> nn.Module:
-    def use(m: nn.Module, x: Tensor) -> Tensor:
-        first, middle, last = m.model[0], m.model[2], m.model[4]
-        return last(torch.tanh(middle(torch.tanh(middle(torch.tanh(first(x)))))))
-
-    return Body(use, model=net())
-
-
 def crossed() -> nn.Module:
     """Return a model of which every other rank runs the branches the other way round."""
 
@@ -162,22 +147,6 @@ def checkpointed(reentrant: bool) -> nn.Module:
         return m.model[4](checkpoint(m.model[2:4], x, use_reentrant=reentrant))
 
     return Body(use, model=net())
-
-
-MAKES = [twice, crossed, *(functools.partial(checkpointed, way) for way in (False, True))]
-
-
-@every_strategy
-@pytest.mark.parametrize("make", MAKES, ids=["twice", "crossed", "checkpointed", "reentrant"])
-def test_layers_that_are_called_otherwise_than_once_in_order(make: Any, strategy: str) -> None:
-    compare(trains, strategy, make=make)
-
-
-def looks_first(model: nn.Module, opt: Any, i: int) -> None:
-    """A forward pass in training mode under ``no_grad`` comes before the real one."""
-    with torch.no_grad():
-        model(whole(50 + i)[0])
-    learn(model, opt, i)
 
 
 def evaluates(wrapped: nn.Module, opt: Any, i: int) -> None:
@@ -202,49 +171,6 @@ def pauses(model: nn.Module, opt: Any, i: int) -> None:
         learn(model, opt, i)
 
 
-# ---- steps that are left out ----
-
-
-def test_a_step_before_any_gradient_is_not_counted():
-    """Its count had no entry in the state, so that a resumed run had another schedule."""
-    model = training.network()
-    opt = KFACSGD(model, lr=0.1, compute_method="eigen")
-    opt.step()
-    assert opt.preconditioner.steps == 0
-    training.train(model, opt, range(3))
-    other = training.network()
-    resumed = KFACSGD(other, lr=0.1, compute_method="eigen")
-    other.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert resumed.preconditioner.steps == opt.preconditioner.steps == 3
-
-
-def skips(model: nn.Module, opt: Any, i: int) -> None:
-    """A backward pass has no step."""
-    if i == 2:
-        F.mse_loss(model(whole(60)[0]), whole(60)[1]).backward()
-        opt.zero_grad()
-    learn(model, opt, i)
-
-
-def scales(options: dict[str, Any]) -> list[Tensor]:
-    """In step 2 one rank's batch has an infinity, and no rank steps."""
-    model = ddp(net())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    opt = optimizer(model, grad_scaler=scaler, **options)
-    for i in range(STEPS):
-        x, y = part(i)
-        if i == 2 and rank() == world() - 1:
-            y[0, 0] = torch.inf
-        opt.zero_grad()
-        scaler.scale(F.mse_loss(model(x), y)).backward()
-        scaler.step(opt)
-        scaler.update()
-    assert scaler.get_scale() == 2.0**11
-    assert opt.preconditioner.steps == STEPS - 1
-    return weights(model)
-
-
 def asks_for_its_state(model: nn.Module, opt: Any, i: int) -> None:
     """Only one rank saves or copies: nothing may be exchanged for it."""
 
@@ -255,50 +181,6 @@ def asks_for_its_state(model: nn.Module, opt: Any, i: int) -> None:
 
     learn(model, opt, i, before_step=ask)
     ask()
-
-
-# ---- layers that a step does not use ----
-
-
-@pytest.mark.parametrize("method", ["eigen", "inverse"])
-def test_layer_unused_in_this_batch(method):
-    net = seeded(Branches)
-    opt = exact(net, factor_update_steps=1, inv_update_steps=1, compute_method=method)
-    x = normal(6, 6)
-    with warnings_as("error"):
-        # Branch b appears in the second step for the first time, unused in the first.
-        for way in ("a", "b"):
-            descend(opt, loss_of(net(x, way)))
-        before = factors(opt)["a"]
-        a, b = (x.weight.detach().clone() for x in (net.a, net.b))
-        descend(opt, loss_of(net(x, "b")))
-    assert torch.equal(net.a.weight, a) and not torch.equal(net.b.weight, b)
-    assert_same(opt.preconditioner.factors("a"), before)
-    # Back in use, its average weighs its own two batches only.
-    twin = copy.deepcopy(net)
-    watch = Watch(twin, "a")
-    loss_of(twin(2 * x, "a")).backward()
-    descend(opt, loss_of(net(2 * x, "a")))
-    new = factors_of(*rows_of(twin.a, watch.trained("a")), 6.0)
-    share = 0.05 / (1 - 0.95**2)
-    expected = tuple(old + share * (n - old) for old, n in zip(before, new, strict=True))
-    assert_factors(opt, "a", expected)
-
-
-def test_layer_unused_in_this_batch_with_a_zero_gradient():
-    net = seeded(Branches)
-    opt = exact(net, factor_update_steps=1, inv_update_steps=1)
-    x = normal(6, 6)
-    (loss_of(net(x, "a")) + loss_of(net(x, "b"))).backward()
-    opt.step()
-    before, older = net.b.weight.detach().clone(), factors(opt)["b"]
-    opt.zero_grad(set_to_none=False)
-    descend(opt, loss_of(net(x, "a")))
-    assert torch.equal(net.b.weight, before)
-    assert_same(opt.preconditioner.factors("b"), older)
-
-
-# ---- ranks that do not run the same ----
 
 
 def without_rows(options: dict[str, Any]) -> list[Tensor]:
@@ -315,27 +197,12 @@ def without_rows(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-SITUATIONS: list[tuple[Situation, dict[str, Any]]] = [
-    *((trains, {"step": x}) for x in (looks_first, evaluates, pauses, skips, asks_for_its_state)),
-    *((situation, {}) for situation in (scales, without_rows)),
-]
-
-
-@every_strategy
-@pytest.mark.parametrize(("situation", "options"), SITUATIONS)
-@pytest.mark.filterwarnings("ignore:state_dict")
-def test_ranks_take_the_steps_of_one_process(
-    situation: Situation, options: dict[str, Any], strategy: str
-) -> None:
-    compare(situation, strategy, **options)
-
-
 def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:
     """The last rank runs no batch in some steps, and none with statistics in others."""
     model = net()
     opt = optimizer(model, **options)
     for i in range(STEPS):
-        x, y = part(i)
+        x, y = share(*whole(i))
         last = rank() == world() - 1
         opt.zero_grad()
         if not (last and i in (0, 2)):
@@ -344,16 +211,6 @@ def one_has_nothing(options: dict[str, Any]) -> list[Tensor]:
         average(model.parameters())
         opt.step()
     return weights(model)
-
-
-@every_strategy
-def test_a_rank_that_has_nothing_in_some_steps(strategy: str) -> None:
-    ranks, spread = STRATEGIES[strategy]
-    results = run(ranks, one_has_nothing, spread)
-    for result in results:
-        assert_same(result, results[0])
-        assert all(w.isfinite().all() for w in result)
-    assert not torch.equal(results[0][0], weights(net())[0])
 
 
 def schedules(options: dict[str, Any]) -> list[Tensor]:
@@ -384,31 +241,62 @@ def schedules(options: dict[str, Any]) -> list[Tensor]:
     return weights(model)
 
 
-@every_strategy
-def test_schedules_on_all_ranks(strategy: str) -> None:
-    compare(schedules, strategy, staggered=False)
-
-
-# ---- refreshes of whose failure ranks hear in the next exchange ----
-
-
 INVERSES: dict[str, Any] = {"compute_method": "inverse", "inv_update_steps": 2}
 
 
-def inverted(options: dict[str, Any]) -> list[Tensor]:
-    with as_on_a_gpu() if options["unseen"] else nullcontext():
-        return trains({k: v for k, v in options.items() if k != "unseen"} | INVERSES)
+def unseen(options: dict[str, Any]) -> list[Tensor]:
+    """No host waits for the device, and ranks hear of failures in the next exchange."""
+    with as_on_a_gpu():
+        return trains(options | INVERSES)
+
+
+def stored(method: str, dtype: torch.dtype) -> dict[str, Any]:
+    make = functools.partial(net, torch.float32)
+    return {"compute_method": method, "inv_dtype": dtype, "make": make, "near": (5e-2, 5e-2)}
+
+
+SITUATIONS: dict[str, tuple[Situation, dict[str, Any]]] = {
+    # Layers that are called otherwise than once in order
+    "crossed": (trains, {"make": crossed}),
+    "checkpointed": (trains, {"make": functools.partial(checkpointed, False)}),
+    "reentrant": (trains, {"make": functools.partial(checkpointed, True)}),
+    # Passes and calls beside the steps
+    "evaluates": (trains, {"step": evaluates}),
+    "pauses": (trains, {"step": pauses}),
+    "asks": (trains, {"step": asks_for_its_state}),
+    "without rows": (without_rows, {}),
+    "schedules": (schedules, {"staggered": False}),
+    "unseen": (unseen, {"compute_method": "inverse"}),
+    # Half precision
+    "polar in bfloat16": (trains, stored("polar", torch.bfloat16)),
+    "eigen in bfloat16": (trains, stored("eigen", torch.bfloat16)),
+    "inverse in float16": (trains, stored("inverse", torch.float16)),
+}
 
 
 @every_strategy
-def test_a_device_that_no_host_waits_for_has_the_same_inverses(strategy: str) -> None:
+@pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.filterwarnings("ignore:state_dict")
+def test_ranks_take_the_steps_of_one_process(name: str, strategy: str) -> None:
+    situation, options = SITUATIONS[name]
+    compare(situation, strategy, **options)
+
+
+def test_a_device_that_no_host_waits_for_has_the_same_inverses() -> None:
+    assert_same(unseen({}), trains(INVERSES))
+
+
+@every_strategy
+def test_a_rank_that_has_nothing_in_some_steps(strategy: str) -> None:
     ranks, spread = STRATEGIES[strategy]
-    plain = inverted({"unseen": False})
-    assert_same(inverted({"unseen": True}), plain)
-    results = run(ranks, inverted, {"unseen": True, **spread})
+    results = run(ranks, one_has_nothing, spread)
     for result in results:
         assert_same(result, results[0])
-    assert_near(results[0], plain, 1e-9, 1e-11)
+        assert all(w.isfinite().all() for w in result)
+    assert not torch.equal(results[0][0], weights(net())[0])
+
+
+# ---- refreshes of whose failure ranks hear in the next exchange ----
 
 
 def failing(attempts: int, options: dict[str, Any]) -> tuple[list[Any], list[list[str]]]:
@@ -455,32 +343,49 @@ def test_an_inverse_that_fails_is_named_in_the_next_exchange(strategy: str, atte
         assert torch.equal(states[6], states[5]) == (attempts == 2)
 
 
-# ---- half precision ----
+# ---- steps on one rank that leave something out ----
 
 
-def autocast(options: dict[str, Any]) -> list[Tensor]:
-    model = ddp(net(torch.float32))
-    opt = optimizer(model, **options)
-    for i in range(STEPS):
-        x, y = part(i, torch.float32)
-        opt.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = F.mse_loss(model(x).float(), y)
-        loss.backward()
+def test_a_step_before_any_gradient_is_not_counted():
+    """Its count had no entry in the state, so that a resumed run had another schedule."""
+    model, other = training.network(), training.network()
+    opt, resumed = (KFACSGD(x, lr=0.1, compute_method="eigen") for x in (model, other))
+    opt.step()
+    assert opt.preconditioner.steps == 0
+    training.train(model, opt, range(3))
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert resumed.preconditioner.steps == opt.preconditioner.steps == 3
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["without a gradient", "of zeros"])
+@pytest.mark.parametrize("method", ["eigen", "inverse"])
+def test_layer_unused_in_this_batch(method, zeros):
+    net = seeded(Branches)
+    opt = exact(net, factor_update_steps=1, inv_update_steps=1, compute_method=method)
+    x = normal(6, 6)
+
+    def take(way: str, x: Tensor) -> None:
+        opt.zero_grad(set_to_none=not zeros)
+        loss_of(net(x, way)).backward()
         opt.step()
-    return weights(model)
 
-
-@every_strategy
-def test_autocast(strategy: str) -> None:
-    compare(autocast, strategy, near=(2e-2, 2e-2))
-
-
-@pytest.mark.parametrize(
-    ("method", "dtype"),
-    [("polar", torch.bfloat16), ("eigen", torch.bfloat16), ("inverse", torch.float16)],
-)
-@every_strategy
-def test_second_order_state_in_half(strategy: str, method: str, dtype: torch.dtype) -> None:
-    options = {"inv_dtype": dtype, "compute_method": method, "make": functools.partial(net, SINGLE)}
-    compare(trains, strategy, near=(5e-2, 5e-2), **options)
+    with warnings_as("error"):
+        # Branch b appears in the second step for the first time, unused in the first.
+        take("a", x)
+        take("b", x)
+        before = factors(opt)["a"]
+        a, b = (x.weight.detach().clone() for x in (net.a, net.b))
+        take("b", x)
+    assert torch.equal(net.a.weight, a) and not torch.equal(net.b.weight, b)
+    assert_same(opt.preconditioner.factors("a"), before)
+    # Back in use, its average weighs its own two batches only.
+    twin = copy.deepcopy(net)
+    twin.zero_grad()
+    watch = Watch(twin, "a")
+    loss_of(twin(2 * x, "a")).backward()
+    take("a", 2 * x)
+    new = factors_of(*rows_of(twin.a, watch.trained("a")), 6.0)
+    share = 0.05 / (1 - 0.95**2)
+    expected = tuple(old + share * (n - old) for old, n in zip(before, new, strict=True))
+    assert_factors(opt, "a", expected)

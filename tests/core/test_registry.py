@@ -27,27 +27,20 @@ from tests.support.training import (
     ("name", "values"), [("damping", (0.1, 0.2)), ("factor_decay", (0.9, 0.8))]
 )
 def test_weight_and_bias_in_groups_that_differ(name, values):
-    def groups(model: nn.Module, one: float, other: float) -> list:
-        rest = list(model[2].parameters())
-        return [
-            {"params": [model[0].weight, *rest], name: one},
-            {"params": [model[0].bias], name: other},
-        ]
-
+    model, (one, other) = network(), values
+    weights, biases = [model[0].weight, *model[2].parameters()], [model[0].bias]
     wanted = rf"Invalid {name}: layer '0' .*\[{min(values)}, {max(values)}\].*the same {name}"
-    model = network()
+    groups = [{"params": weights, name: one}, {"params": biases}]
     with pytest.raises(ValueError, match=wanted):
-        KFACSGD(groups(model, *values), lr=0.1, model=model)
+        KFACSGD([groups[0], {"params": biases, name: other}], lr=0.1, model=model)
     # Set later, it is an error of the step.
-    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
-    opt.param_groups[1][name] = values[1]
+    opt = KFACSGD(groups, lr=0.1, model=model, **{name: one})
+    opt.param_groups[1][name] = other
     backward(model, 0)
     with pytest.raises(ValueError, match=wanted):
         opt.step()
     # Other options of the two groups may differ.
-    opt = KFACSGD(groups(model, values[0], values[0]), lr=0.1, model=model)
-    opt.param_groups[1]["lr"] = 0.05
-    opt.param_groups[1]["weight_decay"] = 0.1
+    opt.param_groups[1].update({name: one, "lr": 0.05, "weight_decay": 0.1})
     train(model, opt, [0])
 
 
@@ -61,22 +54,14 @@ def test_an_added_bias_has_the_scheduled_values_of_its_step():
         factor_decay=lambda step: 0.9 + 0.01 * step,
     )
     train(model, opt, range(3))
+    with pytest.raises(ValueError, match="Invalid damping"):
+        opt.add_param_group({"params": [model[0].bias], "damping": 0.5})
     opt.add_param_group({"params": [model[0].bias]})
     for now in range(2, 5):
         for group in copy.deepcopy(opt).param_groups + opt.param_groups:
             assert group["damping"] == pytest.approx(0.1 * 0.9**now)
             assert group["factor_decay"] == pytest.approx(0.9 + 0.01 * now)
         train(model, opt, [now + 1])
-
-
-def test_an_added_bias_with_another_damping_is_refused():
-    model = network()
-    opt = KFACSGD([model[0].weight, *model[2].parameters()], lr=0.1, model=model)
-    train(model, opt, [0])
-    with pytest.raises(ValueError, match="Invalid damping"):
-        opt.add_param_group({"params": [model[0].bias], "damping": 0.5})
-    opt.add_param_group({"params": [model[0].bias]})
-    train(model, opt, [1])
     assert opt.preconditioner.factors("0")[0].shape == (1, 5, 5)
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim.layers import SCALES
-from tests.layers.test_uses import headed, loss_of, stepped
+from tests.core.test_coverage import SCALES, loss_of
 from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
 
 
@@ -94,7 +93,10 @@ def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
     for second in (nn.Linear(3, 3, bias=False), one):
         one.weight = second.weight = nn.Parameter(weight.clone())
         twice = Body(lambda m, x: m.second(m.first(x).tanh()), first=one, second=second)
-        steps.append(stepped(headed(twice), x)["0.first.weight"])
+        opt = exact(twice)
+        loss_of(twice(x)).backward()
+        steps.append(taken(opt, twice)["first.weight"])
+        assert opt.preconditioner.coverage().share == 1
     assert_close(*steps, 1e-9)
 
 

@@ -25,7 +25,7 @@ from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam
 from kaisa_optim.curvature import group, refresh
 from kaisa_optim.linalg import products
 from tests.support.compare_revisions import Images, Tokens
-from tests.support.training import descend
+from tests.support.training import descend, values
 from tests.support.watch import Body
 
 pytestmark = pytest.mark.skipif(
@@ -103,7 +103,7 @@ def train(
         loss_of(out, y).backward()
         opt.step()
         found.append([] if waits is None else waits.taken())
-    return {n: p.detach() for n, p in model.named_parameters()}, found
+    return values(model), found
 
 
 def train_there(
@@ -188,14 +188,9 @@ def trains_as_the_cpu(accelerator: Any, network: Any, name: str, halves: bool) -
         got, found = train_there(accelerator, network, CASES[name], 4, **how)
     # Sums are split otherwise there, and directions in which factors are nearly alike turn by that.
     near = {"rtol": 0.1, "atol": 0.02} if halves else {"rtol": 1e-3, "atol": 1e-4}
-    for key, value in wanted.items():
-        torch.testing.assert_close(got[key], value, **near, msg=_named(key))
+    torch.testing.assert_close(got, wanted, **near)
     assert found[0]  # else waits would not be seen
     assert found[1:] == [[]] * 3
-
-
-def _named(name: str) -> Callable[[str], str]:
-    return lambda message: f"{name}: {message}"
 
 
 def labels_are_drawn_without_waiting(accelerator: Any) -> None:
@@ -231,9 +226,8 @@ def what_is_saved_on_the_cpu_goes_on_there(accelerator: Any) -> None:
         steps(again, loaded, slice(3, 6), accelerator.DEVICE)
         tensors = [x for state in loaded.state.values() for x in state.values()]
     assert {x.device for x in tensors if x.dim() > 1} == {accelerator.DEVICE}
-    for (name, p), q in zip(model.named_parameters(), again.parameters(), strict=True):
-        got = accelerator.numbers_of(q.detach())
-        torch.testing.assert_close(got, p.detach(), rtol=1e-3, atol=1e-4, msg=_named(name))
+    got = {name: accelerator.numbers_of(p) for name, p in values(again).items()}
+    torch.testing.assert_close(got, values(model), rtol=1e-3, atol=1e-4)
 
 
 # ---- what is launched ----
@@ -325,18 +319,13 @@ WAITS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WAITS)
-def test_a_wait_is_noted(elsewhere, name):
-    elsewhere(is_noted, name)
-
-
-def is_noted(accelerator: Any, name: str) -> None:
-    wait, why = WAITS[name]
+def each_wait_is_noted(accelerator: Any) -> None:
     with accelerator.device() as waits:
-        x = torch.tensor([1.0, -2.0, 3.0], device=accelerator.DEVICE)
-        waits.taken()
-        wait(x)
-        assert [why in found for found in waits.taken()] == [True]
+        for name, (wait, why) in WAITS.items():
+            x = torch.tensor([1.0, -2.0, 3.0], device=accelerator.DEVICE)
+            waits.taken()
+            wait(x)
+            assert [why in found for found in waits.taken()] == [True], name
 
 
 # ---- calls on another device than the weight's ----
@@ -365,6 +354,7 @@ def sums_come_to_the_layers_device(accelerator: Any) -> None:
         labels_are_drawn_without_waiting,
         what_is_saved_on_the_cpu_goes_on_there,
         tensors_of_both_devices_do_not_meet,
+        each_wait_is_noted,
         sums_come_to_the_layers_device,
     ],
 )

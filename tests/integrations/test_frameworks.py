@@ -2,100 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam
-from tests.support.training import assert_near, assert_same, batch, network
+from kaisa_optim import KFACSGD, KFACAdam, with_kfac
+from tests.support.ranks import run
+from tests.support.training import assert_near, assert_same, backward, batch, factors, network
 
-STEPS = 6
+STEPS, SAVED = 6, 4  # a resumed run goes on in the middle of both intervals
+INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda model: KFACSGD(model, lr=0.05, momentum=0.9, **INTERVALS),
     "Adam": lambda model: KFACAdam(model, lr=0.01, **INTERVALS),
 }
-INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    pytest.mark.parametrize("kind", OPTIMIZERS),
+    pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*torch.jit", "ignore:.*LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.*val_dataloader", "ignore:You're resuming"),
 ]
 
 
-def loader(batch_size: int = 8, first: int = 0) -> Any:
-    """The rows of the batches, beginning with batch ``first``."""
-    data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
-    rows = torch.utils.data.TensorDataset(*map(torch.cat, zip(*data, strict=True)))
-    return torch.utils.data.DataLoader(rows, batch_size=batch_size)
+class Loop(NamedTuple):
+    micro: int = 1  # micro-batches of a step, of equal size
+    autocast: bool = False
+    scheduled: bool = False
+    clip: float | None = None
+    resumed: bool = False  # from a checkpoint
 
 
-Losses = Callable[[int, int], Iterator[Callable[[Any], Tensor]]]  # of a step's micro-batches
+def scheduler_of(opt: Any, loop: Loop) -> Any:
+    decay = (lambda epoch: 1 / (1 + epoch)) if loop.scheduled else (lambda epoch: 1.0)
+    return torch.optim.lr_scheduler.LambdaLR(opt, decay)
 
 
-def regression(i: int, micro: int) -> Iterator[Callable[[Any], Tensor]]:
-    x, y = batch(i, torch.float32)
-    for part, target in zip(x.chunk(micro), y.chunk(micro), strict=True):
-        yield lambda model, part=part, target=target: F.mse_loss(model(part), target)
-
-
-def by_hand(
-    kind: str,
-    model: nn.Module,
-    *,
-    micro: int = 1,
-    autocast: bool = False,
-    scheduled: bool = False,
-    clip: float | None = None,
-    losses: Losses = regression,
-) -> Any:
-    """A plain loop, over micro-batches of equal size where ``micro`` is above 1."""
+def by_hand(kind: str, loop: Loop) -> tuple[Any, nn.Module]:
+    """Train in a plain loop."""
+    model = network(dtype=torch.float32)
     opt = OPTIMIZERS[kind](model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, decay) if scheduled else None
+    scheduler = scheduler_of(opt, loop)
     for i in range(STEPS):
         opt.zero_grad()
-        for loss_of in losses(i, micro):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                loss = loss_of(model) / micro
+        parts = (tensor.chunk(loop.micro) for tensor in batch(i, torch.float32))
+        for x, y in zip(*parts, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
+                loss = F.mse_loss(model(x), y) / loop.micro
             loss.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if loop.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
         opt.step()
-        if scheduler is not None:
-            scheduler.step()
-    return opt
+        scheduler.step()
+    return opt, model
 
 
-def decay(epoch: int) -> float:
-    return 1 / (1 + epoch)
+def rows(first: int = 0) -> Any:
+    data = [batch((first + i) % STEPS, torch.float32) for i in range(STEPS)]
+    return torch.utils.data.TensorDataset(*map(torch.cat, zip(*data, strict=True)))
 
 
-def check(kind: str, opt: Any, model: nn.Module, **loop: Any) -> nn.Module:
-    """Compare with a plain loop; return the model that it has trained."""
-    expected = network(dtype=torch.float32)
-    check_against(by_hand(kind, expected, **loop), opt, model, expected)
-    return expected
-
-
-def check_against(reference: Any, opt: Any, model: nn.Module, expected: nn.Module) -> None:
-    assert opt.preconditioner.steps == reference.preconditioner.steps == STEPS
-    assert_near(model, expected, rtol=1e-5, atol=1e-7)
-    for name in reference.preconditioner.layers:
-        ours, theirs = (o.preconditioner.factors(name) for o in (opt, reference))
-        assert_near(list(ours), list(theirs), rtol=1e-5, atol=1e-7)
+def loader(loop: Loop, first: int = 0) -> Any:
+    """The rows of the batches, beginning with batch ``first``."""
+    return torch.utils.data.DataLoader(rows(first), batch_size=8 // loop.micro)
 
 
 # ---- Lightning ----
 
 
-def lightning_module(kind: str, scheduled: bool = False) -> Any:
+def with_lightning(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
     lightning = pytest.importorskip("lightning")
 
-    class Regression(lightning.LightningModule):
+    class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = network(dtype=torch.float32)
@@ -111,191 +94,188 @@ def lightning_module(kind: str, scheduled: bool = False) -> Any:
         def configure_optimizers(self) -> Any:
             # The optimizer gets the part that is called; the hooks are the same either way.
             self.opt = OPTIMIZERS[kind](self.net)
-            if not scheduled:
+            if not loop.scheduled:
                 return self.opt
-            scheduler = torch.optim.lr_scheduler.LambdaLR(self.opt, decay)
-            return [self.opt], [{"scheduler": scheduler, "interval": "step"}]
-
-    return Regression()
-
-
-def lightning_trainer(path: Path, **options: Any) -> Any:
-    lightning = pytest.importorskip("lightning")
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return lightning.Trainer(
-        accelerator="cpu", max_epochs=1, default_root_dir=path, **{**quiet, **options}
-    )
-
-
-LIGHTNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "bf16-mixed": ({"precision": "bf16-mixed"}, {"autocast": True}),
-    "accumulated": ({"accumulate_grad_batches": 2}, {"micro": 2}),
-    "scheduled": ({}, {"scheduled": True}),
-    "clipped": ({"gradient_clip_val": 0.05}, {"clip": 0.05}),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*bottleneck.*", "ignore:.*torch.jit", "ignore:.*LeafSpec")
-@pytest.mark.parametrize("setting", LIGHTNING)
-def test_lightning(kind, setting, tmp_path):
-    trained, loop = LIGHTNING[setting]
-    module = lightning_module(kind, loop.get("scheduled", False))
-    trainer = lightning_trainer(tmp_path, enable_checkpointing=False, **trained)
-    trainer.fit(module, loader(8 // loop.get("micro", 1)), loader())  # with a validation
-    check(kind, module.opt, module.net, **loop)
-
-
-@pytest.mark.filterwarnings("ignore:.*val_dataloader", "ignore:You're resuming")
-def test_lightnings_checkpoint_resumes(kind, tmp_path):
-    """In the middle of both intervals."""
-    lightning = pytest.importorskip("lightning")
+            return [self.opt], [{"scheduler": scheduler_of(self.opt, loop), "interval": "step"}]
 
     class Save(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_step == 4:
-                trainer.save_checkpoint(tmp_path / "part.ckpt")
+            if trainer.global_step == SAVED:
+                trainer.save_checkpoint(path / "part.ckpt")
 
-    options = {"enable_checkpointing": False, "limit_val_batches": 0}
-    first = lightning_trainer(tmp_path, callbacks=[Save()], **options)
-    first.fit(lightning_module(kind), loader())
-    resumed = lightning_module(kind)
-    second = lightning_trainer(tmp_path, **options)
+    def trainer(**options: Any) -> Any:
+        off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+        options |= {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": path}
+        options |= {"accumulate_grad_batches": loop.micro, "gradient_clip_val": loop.clip}
+        precision = "bf16-mixed" if loop.autocast else "32-true"
+        return lightning.Trainer(precision=precision, **options, **dict.fromkeys(off, False))
+
+    module = Module()
+    if not loop.resumed:
+        trainer().fit(module, loader(loop), loader(Loop()))  # with a validation
+        return module.opt, module.net
+    trainer(callbacks=[Save()], limit_val_batches=0).fit(Module(), loader(loop))
     # Within an epoch it counts on, but takes batches from the loader's beginning.
-    second.fit(resumed, loader(first=4), ckpt_path=str(tmp_path / "part.ckpt"))
-    check(kind, resumed.opt, resumed.net)
+    rest, saved = loader(loop, first=SAVED), str(path / "part.ckpt")
+    trainer(limit_val_batches=0).fit(module, rest, ckpt_path=saved)
+    return module.opt, module.net
 
 
 # ---- Accelerate ----
 
 
-@pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(kind, micro, precision):
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = accelerate.Accelerator(
-        cpu=True, gradient_accumulation_steps=micro, mixed_precision=precision
-    )
-    model = network(dtype=torch.float32)
-    opt = OPTIMIZERS[kind](model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, decay)
-    prepared = accelerator.prepare(model, opt, loader(8 // micro), scheduler)
-    wrapped_model, wrapped, data, wrapped_scheduler = prepared
-    for x, y in data:
-        with accelerator.accumulate(wrapped_model):
-            accelerator.backward(F.mse_loss(wrapped_model(x), y))
-            wrapped.step()
-            wrapped_scheduler.step()
-            wrapped.zero_grad()
-    check(kind, opt, model, micro=micro, autocast=precision == "bf16", scheduled=True)
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def test_accelerates_checkpoint_resumes(kind, tmp_path):
+def with_accelerate(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
     accelerate = pytest.importorskip("accelerate")
 
-    def half(data: Any, load: bool) -> Any:
+    def run(first: int, stop: int) -> tuple[Any, nn.Module]:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(cpu=True)
+        precision = "bf16" if loop.autocast else "no"
+        accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=loop.micro, mixed_precision=precision
+        )
         model = network(dtype=torch.float32)
         opt = OPTIMIZERS[kind](model)
-        wrapped_model, wrapped = accelerator.prepare(model, opt)
-        if load:
-            accelerator.load_state(str(tmp_path))
-        for x, y in data:
-            wrapped.zero_grad()
-            accelerator.backward(F.mse_loss(wrapped_model(x), y))
-            wrapped.step()
-        if not load:
-            accelerator.save_state(str(tmp_path))
-        return model, opt
+        prepared = accelerator.prepare(model, opt, loader(loop, first), scheduler_of(opt, loop))
+        wrapped_model, wrapped, data, wrapped_scheduler = prepared
+        if first > 0:
+            accelerator.load_state(str(path))
+        for x, y in itertools.islice(data, (stop - first) * loop.micro):
+            with accelerator.accumulate(wrapped_model):
+                accelerator.backward(F.mse_loss(wrapped_model(x), y))
+                wrapped.step()
+                wrapped_scheduler.step()
+                wrapped.zero_grad()
+        if stop < STEPS:
+            accelerator.save_state(str(path))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        return opt, model
 
-    data = [batch(i, torch.float32) for i in range(STEPS)]
-    half(data[:4], load=False)
-    model, opt = half(data[4:], load=True)
-    assert_same(model, check(kind, opt, model))
+    if not loop.resumed:
+        return run(0, STEPS)
+    run(0, SAVED)
+    return run(SAVED, STEPS)
 
 
 # ---- the Trainer of transformers ----
 
 
-def tiny_bert() -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"intermediate_size": 12, "max_position_embeddings": 8, "num_labels": 3}
-    sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+class Regression(nn.Module):
+    """A model as the Trainer knows them, which tells its loss."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network(dtype=torch.float32)
 
-def sentences(rows: int) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(20, (rows, 6), generator=generator)
-    return [{"input_ids": w, "labels": w.sum() % 3} for w in words]
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.mse_loss(self.net(x), labels)}
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
     """Examples in their order: the Trainer has no sampler for it."""
 
     def __iter__(self) -> Any:
-        return iter(sentences(8 * STEPS))
+        return ({"x": x, "labels": y} for x, y in rows())
 
 
-def classification(i: int, micro: int) -> Iterator[Callable[[Any], Tensor]]:
-    rows, size = sentences(8 * STEPS), 8 // micro
-    for first in range(8 * i, 8 * i + 8, size):
-        part = rows[first : first + size]
-        x = {key: torch.stack([row[key] for row in part]) for key in part[0]}
-        yield lambda model, x=x: model(**x).loss
-
-
-def trained_as_by_hand(kind: str, driven: Any, start: nn.Module, **loop: Any) -> None:
-    """Compare what a Trainer has trained with a plain loop from the ``start``."""
-    expected = start.train()
-    reference = by_hand(kind, expected, **loop, clip=1.0, losses=classification)
-    check_against(reference, driven.optimizer.optimizer, driven.model, expected)
-
-
-def trainer(kind: str, model: Any, path: Path, **options: Any) -> Any:
+def with_transformers(kind: str, path: Path, loop: Loop) -> tuple[Any, nn.Module]:
     transformers = pytest.importorskip("transformers")
-    quiet = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "save_strategy": "no"}
-    sizes = {"max_steps": STEPS, "per_device_train_batch_size": 8}
-    arguments = transformers.TrainingArguments(str(path), **{**quiet, **sizes, **options})
-    opt = OPTIMIZERS[kind](model)
-    optimizers = opt, torch.optim.lr_scheduler.ConstantLR(opt, 1.0)
-    how = {"train_dataset": Stream(), "compute_loss_func": mean_over_all}
-    return transformers.Trainer(model, arguments, optimizers=optimizers, **how)
+    pytest.importorskip("accelerate")
+
+    def trainer(save_strategy: str) -> Any:
+        how = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "bf16": loop.autocast}
+        how |= {"max_steps": STEPS, "save_strategy": save_strategy, "save_steps": SAVED}
+        how |= {"per_device_train_batch_size": 8 // loop.micro, "max_grad_norm": loop.clip}
+        how |= {"gradient_accumulation_steps": loop.micro}
+        model = Regression()
+        opt = OPTIMIZERS[kind](model.net)
+        optimizers = opt, scheduler_of(opt, loop)
+        arguments = transformers.TrainingArguments(str(path), **how)
+        return transformers.Trainer(model, arguments, optimizers=optimizers, train_dataset=Stream())
+
+    driven, saved = trainer("no"), None
+    if loop.resumed:
+        trainer("steps").train()
+        saved = str(path / f"checkpoint-{SAVED}")
+    driven.train(resume_from_checkpoint=saved)
+    return driven.optimizer.optimizer, driven.model.net
 
 
-def mean_over_all(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """The mean over an accumulated batch, which most models' own losses leave undivided."""
-    count = len(labels) if num_items_in_batch is None else num_items_in_batch
-    return F.cross_entropy(outputs.logits, labels, reduction="sum") / count
+# ---- the numbers of a plain loop ----
 
-
-HALVED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-TRAINER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "accumulated": (HALVED, {"micro": 2}),
-    "bf16": ({"bf16": True}, {"autocast": True}),
+LOOPS: dict[str, tuple[Callable[[str, Path, Loop], tuple[Any, nn.Module]], Loop]] = {
+    "lightning": (with_lightning, Loop()),
+    "lightning, bf16-mixed": (with_lightning, Loop(autocast=True)),
+    "lightning, accumulated": (with_lightning, Loop(micro=2)),
+    "lightning, scheduled": (with_lightning, Loop(scheduled=True)),
+    "lightning, clipped": (with_lightning, Loop(clip=0.05)),
+    "lightning, resumed": (with_lightning, Loop(resumed=True)),
+    "accelerate": (with_accelerate, Loop(scheduled=True)),
+    "accelerate, accumulated": (with_accelerate, Loop(scheduled=True, micro=2)),
+    "accelerate, bf16": (with_accelerate, Loop(scheduled=True, autocast=True)),
+    "accelerate, both": (with_accelerate, Loop(scheduled=True, autocast=True, micro=2)),
+    "accelerate, resumed": (with_accelerate, Loop(resumed=True)),
+    "transformers": (with_transformers, Loop(clip=1.0)),  # its own
+    "transformers, accumulated": (with_transformers, Loop(clip=1.0, micro=2)),
+    "transformers, bf16": (with_transformers, Loop(clip=1.0, autocast=True)),
+    "transformers, resumed": (with_transformers, Loop(clip=1.0, resumed=True)),
 }
 
 
-@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-@pytest.mark.parametrize("setting", TRAINER)
-def test_transformers_trainer(kind, setting, tmp_path):
-    pytest.importorskip("accelerate")
-    options, loop = TRAINER[setting]
-    driven = trainer(kind, tiny_bert(), tmp_path, **options)
-    driven.train()
-    trained_as_by_hand(kind, driven, tiny_bert(), **loop)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_trainer_takes_the_steps_of_a_plain_loop(name, kind, tmp_path):
+    trained_with, loop = LOOPS[name]
+    opt, model = trained_with(kind, tmp_path, loop)
+    reference, expected = by_hand(kind, loop)
+    assert opt.preconditioner.steps == reference.preconditioner.steps == STEPS
+    assert_near(model, expected, rtol=1e-5, atol=1e-7)
+    assert_near(factors(opt), factors(reference), rtol=1e-5, atol=1e-7)
+    if name == "accelerate, resumed":
+        assert_same(model, expected)
 
 
-@pytest.mark.filterwarnings("ignore:the base optimizer updates these")
-def test_transformers_checkpoint_resumes(kind, tmp_path):
-    pytest.importorskip("accelerate")
-    trainer(kind, tiny_bert(), tmp_path, save_strategy="steps", save_steps=4).train()
-    resumed = trainer(kind, tiny_bert(), tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    trained_as_by_hand(kind, resumed, tiny_bert())
+# ---- ZeRO, which spreads a base optimizer's state over ranks, is refused ----
+
+INSTEAD = 'assignment="layer-wise"'
+
+
+def inside(model_given: bool) -> str:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = network()
+    more = {"model": model} if model_given else {}
+    try:
+        ZeroRedundancyOptimizer(model.parameters(), KFACAdam, lr=0.1, **more)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_zero_redundancy_around_k_fac_is_refused(world):
+    """Two ranks had different layers, and one rank got no word."""
+    for given in (True, False):
+        for text in run(world, inside, given):
+            assert "ZeroRedundancyOptimizer gives each rank a part" in text and INSTEAD in text
+
+
+def test_zero_redundancy_is_no_base():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class OfMyOwn(ZeroRedundancyOptimizer):
+        def __init__(self, params, lr=0.1):
+            super().__init__(params, torch.optim.SGD, lr=lr)
+
+    for base in (ZeroRedundancyOptimizer, OfMyOwn):
+        with pytest.raises(ValueError, match=f"Invalid base: {base.__name__} .*layer-wise"):
+            with_kfac(base)
+
+
+def test_copies_of_the_weights_in_the_groups_are_refused():
+    """As DeepSpeed puts them there, whether it is installed or not."""
+    model = network()
+    opt = KFACSGD(model, lr=0.1)
+    opt.param_groups[0]["params"] = [p.detach().clone() for p in model.parameters()]
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=f"Invalid param_groups: .* under ZeRO .*{INSTEAD}"):
+        opt.step()

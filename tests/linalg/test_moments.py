@@ -1,8 +1,10 @@
-"""Statistics of half-precision rows: multiplied by its units, and nothing lost beside float32."""
+"""Moments of half-precision rows, the precision of the statistics' products, and packing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kaisa_optim import KFACSGD, KFACAdam
-from kaisa_optim.layers import kind_of
-from kaisa_optim.layers.base import PassSettings, take_sizes
-from kaisa_optim.linalg import moments
-from tests.support.watch import Body
+from kaisa_optim import KFACSGD
+from kaisa_optim.linalg import moments, products
+from tests.support.training import EVERY_STEP, descend, network, train
 
 HALVES = torch.bfloat16, torch.float16
+both = pytest.mark.parametrize("append_one", [False, True])
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -25,25 +26,25 @@ def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(shape, generator=generator) + 0.3).to(dtype)
 
 
-def off(found: Tensor, expected: Tensor) -> float:
+def off(actual: Tensor, expected: Tensor) -> float:
     """By how much of its norm."""
-    return float((found.double() - expected).norm() / expected.norm())
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
-# ---- products ----
+def assert_moment(x: Tensor, *, append_one: bool, diagonal: bool = False) -> None:
+    moment = moments.second_moment(x, torch.float32, diagonal=diagonal, append_one=append_one)
+    wide = F.pad(x.double(), (0, int(append_one)), value=1.0)
+    expected = wide.square().sum(1) if diagonal else wide.mT @ wide
+    assert moment.dtype == torch.float32
+    assert off(moment, expected) < 1e-6
 
 
-@pytest.mark.parametrize("append_one", [False, True])
+@both
 @pytest.mark.parametrize("diagonal", [False, True])
 @pytest.mark.parametrize(("count", "n"), [(700, 20), (900, 300), (100, 300)])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_moments_are_those_of_float32(dtype, count, n, diagonal, append_one):
-    x = rows(2, count, n, dtype=dtype)
-    found = moments.second_moment(x, torch.float32, diagonal=diagonal, append_one=append_one)
-    wide = torch.cat([x.double(), torch.ones(2, count, append_one).double()], 2)
-    expected = wide.square().sum(1) if diagonal else wide.mT @ wide
-    assert found.dtype == torch.float32
-    assert off(found, expected) < 1e-6
+    assert_moment(rows(2, count, n, dtype=dtype), append_one=append_one, diagonal=diagonal)
 
 
 def emulated(monkeypatch: Any) -> list[Any]:
@@ -60,103 +61,19 @@ def emulated(monkeypatch: Any) -> list[Any]:
     return asked
 
 
-@pytest.mark.parametrize("append_one", [False, True])
+@both
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("count", "n"), [(700, 90), (900, 300)])
 def test_a_device_that_multiplies_halves_into_float32(count, n, dtype, append_one, monkeypatch):
     asked = emulated(monkeypatch)
     x = rows(2, count, n, dtype=dtype)
-    found = moments.second_moment(x, torch.float32, diagonal=False, append_one=append_one)
-    wide = torch.cat([x.double(), torch.ones(2, count, append_one).double()], 2)
-    assert off(found, wide.mT @ wide) < 1e-6
+    assert_moment(x, append_one=append_one)
     assert len(asked) == 1
     asked.clear()
     moments.second_moment(x.double(), torch.float64, diagonal=False)
     moments.second_moment(x.float(), torch.float32, diagonal=False)
     moments.second_moment(x[:, :8], torch.float32, diagonal=False)
     assert not asked  # those of other precisions, and few rows
-
-
-# ---- layers ----
-
-LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
-    "linear": (nn.Linear(40, 30), (64, 40)),
-    "tokens": (nn.Linear(40, 30), (16, 9, 40)),
-    "convolution": (nn.Conv2d(8, 12, 3, padding=1), (6, 8, 12, 12)),
-    "strides": (nn.Conv2d(8, 12, 3, stride=2), (6, 8, 13, 13)),
-    "circular": (nn.Conv1d(8, 12, 3, padding=1, padding_mode="circular"), (6, 8, 40)),
-    "transposed": (nn.ConvTranspose2d(8, 12, 2, stride=2), (6, 8, 7, 7)),
-    "words": (nn.Embedding(20, 16), (6, 30)),
-}
-
-
-@pytest.mark.parametrize("wide", [16384, 1])
-@pytest.mark.parametrize("reduce", [False, True])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_lose_nothing_but_what_is_rounded_already(name, dtype, reduce, wide):
-    """Means over positions, which half precision does not hold, are multiplied in float32."""
-    module, shape = LAYERS[name]
-    kind, _ = kind_of(module)
-    assert kind is not None
-    (layer,) = kind.layers_of("it", module)
-    take_sizes(layer)
-    layer.wide = wide
-    layer.trained = (True, layer.bias is not None)
-    layer.cover(layer.covers_now())
-    x = torch.arange(180).view(shape) % 20 if name == "words" else rows(*shape, dtype=dtype)
-    like = module(x if name == "words" else x.float()).detach()
-    grad = (rows(*like.shape) * 1e-2).to(dtype)
-
-    def moments(dtype: torch.dtype, *given: Tensor) -> Any:
-        return layer.moments(*given, layer.covers, PassSettings(reduce, dtype))
-
-    found = moments(torch.float32, x, grad)
-    expected = moments(torch.float64, x if name == "words" else x.double(), grad.double())
-    for one, other in ((found.a, expected.a), (found.g, expected.g)):
-        assert one.dtype == torch.float32
-        assert one.numel() and off(one, other) < 2e-6
-
-
-# ---- optimizers ----
-
-
-CLASSES = pytest.mark.parametrize("cls", [KFACSGD, KFACAdam])
-
-
-def train(cls: Any, autocast: bool = False, **options: Any) -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    image = nn.Conv2d(3, 16, 3, padding=1)
-    parts = {"image": image, "body": nn.Linear(16, 40), "head": nn.Linear(40, 5)}
-    model = Body(lambda m, x: m.head(m.body(m.image(x).relu().mean((2, 3))).relu()), **parts)
-    opt = cls(model, lr=1e-6, factor_update_steps=1, inv_update_steps=2, **options)
-    for step in range(6):
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(64, 3, 8, 8, generator=generator)
-        y = torch.randint(5, (64,), generator=generator)
-        opt.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = F.cross_entropy(model(x).float(), y)
-        loss.backward()
-        opt.step()
-    return model, opt
-
-
-def factors(opt: Any) -> dict[tuple[str, int], Tensor]:
-    kfac = opt.preconditioner
-    return {(n, i): f for n in kfac.layers for i, f in enumerate(kfac.factors(n))}
-
-
-@CLASSES
-def test_under_autocast_units_change_nothing(cls, monkeypatch):
-    monkeypatch.setattr(moments, "_MUCH", 1)
-    monkeypatch.setattr(moments, "_LEAST", 1)
-    _, plain = train(cls, autocast=True)
-    asked = emulated(monkeypatch)
-    _, opt = train(cls, autocast=True)
-    assert asked
-    for key, expected in factors(plain).items():
-        assert off(factors(opt)[key], expected.double()) < 1e-4
 
 
 def test_packing_loses_nothing():
@@ -170,3 +87,147 @@ def test_packing_loses_nothing():
         unpacked = moments.unpack(packed, n)
         assert torch.equal(unpacked.isnan(), matrices.isnan())
         assert torch.equal(unpacked.nan_to_num(7.0), matrices.nan_to_num(7.0))
+
+
+# ---- ``statistics_precision``: of the statistics' float32 products, and no others ----
+
+SETTINGS = "highest", "high", "medium"
+BY_BACKEND = {"highest": ["ieee"] * 2, "high": ["tf32"] * 2, "medium": ["tf32", "bf16"]}
+NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
+
+
+MATMULS = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+BACKENDS = [x for x in MATMULS if hasattr(x, "fp32_precision")]
+
+
+@pytest.fixture(autouse=True)
+def settings() -> Iterator[None]:
+    """Puts the process's settings back, whatever a test made of them."""
+    saved = matmuls()
+    yield
+    for backend in (torch.backends, *BACKENDS) if NEWER else ():
+        backend.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for backend, value in zip(BACKENDS, saved, strict=True):
+        backend.fp32_precision = "none"
+        backend.fp32_precision = value
+
+
+def matmuls() -> list[str]:
+    return [x.fp32_precision for x in BACKENDS]
+
+
+def all_settings() -> list[str]:
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        older = "mixed"
+    return [older, *matmuls()]
+
+
+def by_backend() -> None:
+    if not NEWER:
+        pytest.skip("this torch has no fp32_precision")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def highest_below_its_name() -> None:
+    """Torch's older name tells what a backend is no longer at."""
+    by_backend()
+    torch.set_float32_matmul_precision("medium")
+    BACKENDS[1].fp32_precision = "ieee"
+
+
+USERS = {
+    "nothing": lambda: None,
+    "by backend": by_backend,
+    "other than its name": highest_below_its_name,
+    **{x: partial(torch.set_float32_matmul_precision, x) for x in SETTINGS},
+}
+
+
+@pytest.mark.parametrize("user", USERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_it_holds_for_statistics_alone(setting, user, monkeypatch):
+    seen: dict[str, list[Any]] = {"statistics": [], "decompositions": [], "directions": []}
+
+    def spy(kind: str, module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Where torch has no settings by backend, there is but one.
+            seen[kind].append(matmuls() if NEWER else torch.get_float32_matmul_precision())
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy("statistics", moments, "_blocks")  # of the product that follows
+    spy("decompositions", products, "eigendecompose")
+    spy("directions", products, "orthogonalized")
+    USERS[user]()
+    before = all_settings()
+    for options in (EVERY_STEP, {}):
+        model = network(dtype=torch.float32)
+        train(model, KFACSGD(model, lr=0.1, statistics_precision=setting, **options), range(2))
+    assert len(seen["statistics"]) >= 12 and len(seen["decompositions"]) >= 4
+    assert len(seen["directions"]) >= 4
+    for kind in seen:
+        of_kind = setting if kind == "statistics" else "highest"
+        wanted = BY_BACKEND[of_kind] if NEWER else of_kind
+        # What nobody has set is full precision, too.
+        said = [[x.replace("none", "ieee") for x in one] if NEWER else one for one in seen[kind]]
+        assert all(one == wanted for one in said), kind
+    assert all_settings() == before
+
+
+def test_settings_come_back_after_an_error():
+    torch.set_float32_matmul_precision("high")
+    before = all_settings()
+    with pytest.raises(ZeroDivisionError), products.full_precision("medium"):
+        raise ZeroDivisionError
+    assert all_settings() == before
+
+
+def factor_a(
+    layer: nn.Module, x: Tensor, setting: str, autocast: bool = False, **options: Any
+) -> Tensor:
+    net = nn.Sequential(layer)
+    opt = KFACSGD(net, lr=0.1, statistics_precision=setting, **EVERY_STEP, **options)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = net(x).float().square().mean()
+    descend(opt, loss)
+    return opt.preconditioner.factors("0")[0][0]
+
+
+@pytest.mark.parametrize("n", [80, 300])
+def test_medium_is_near_the_exact_moment(n):
+    """By the rounding of bfloat16, on CPUs on which torch multiplies in it."""
+    x, layer = torch.randn(1500, n) + 0.3, nn.Linear(n, 4)
+    rows = F.pad(x.double(), (0, 1), value=1.0)
+    assert off(factor_a(layer, x, "medium"), rows.mT @ rows / 1500) < 3e-3
+    assert off(factor_a(layer, x, "highest"), rows.mT @ rows / 1500) < 1e-6
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(100, 4), (100,)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (3, 9, 9)),
+    "strided": (lambda: nn.Conv2d(3, 4, 3, stride=2), (3, 9, 9)),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), (3, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+@pytest.mark.parametrize(("make", "shape"), LAYERS.values(), ids=list(LAYERS))
+@pytest.mark.parametrize("setting", ["high", "medium"])
+def test_factors_stay_positive_where_inputs_hardly_vary(setting, make, shape, sharing):
+    """Sums of exact rows beside products of rounded ones would be no moment."""
+    x = torch.linspace(5, 15, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    x = x + 0.01 * torch.randn(500, *shape)
+    values = torch.linalg.eigvalsh(factor_a(make(), x, setting, weight_sharing=sharing).double())
+    assert values.min() > -1e-5 * values.max()
+
+
+def test_medium_takes_nothing_from_rows_that_autocast_has_rounded():
+    x, layer = torch.randn(1500, 300) + 0.3, nn.Linear(300, 4)
+    expected = factor_a(layer, x, "highest", autocast=True).double()
+    assert off(factor_a(layer, x, "medium", autocast=True), expected) < 1e-5

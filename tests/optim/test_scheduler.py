@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from kaisa_optim import KFACSGD, KFACParamScheduler, decay_at
 from tests.support.training import METHODS, assert_same, network, train
 
-NAMES = ("damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps")
 START: dict[str, Any] = {
     "damping": 0.1,
     "factor_decay": 0.9,
@@ -26,64 +26,60 @@ def optimizer(**changed: Any) -> KFACSGD:
     return KFACSGD(network(), lr=0.1, compute_method="eigen", **{**START, **changed})
 
 
-def read(opt: Any, name: str) -> Any:
-    if name in ("damping", "factor_decay"):
-        return opt.param_groups[0][name]
-    return getattr(opt.preconditioner, name)
+def read(opt: Any) -> dict[str, Any]:
+    group, kfac = opt.param_groups[0], opt.preconditioner
+    return {name: group[name] if name in group else getattr(kfac, name) for name in START}
 
 
-def course(opt: Any, name: str, schedule: Any, epochs: int) -> list[Any]:
-    scheduler = KFACParamScheduler(opt, **{name: schedule})
-    seen = [read(opt, name)]
+def course(opt: Any, epochs: int, **schedules: Any) -> list[dict[str, Any]]:
+    scheduler = KFACParamScheduler(opt, **schedules)
+    seen = [read(opt)]
     for _ in range(epochs):
         scheduler.step()
-        seen.append(read(opt, name))
+        seen.append(read(opt))
     return seen
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_callables_multiply_the_initial_value(name):
-    """From epoch zero on."""
-    opt = optimizer()
-    seen = course(opt, name, lambda epoch: (1.1, 0.5, 0.8)[epoch], 2)
-    assert seen == pytest.approx([START[name] * f for f in (1.1, 0.5, 0.8)])
-    for other in set(NAMES) - {name}:
-        assert read(opt, other) == START[other]
-
-
-@pytest.mark.parametrize("name", ["damping", "inv_update_steps"])
-def test_milestones_multiply_once_their_epoch_has_come(name):
-    seen = course(optimizer(), name, {2: 0.5, 4: 0.2}, 5)
-    assert seen == pytest.approx([START[name] * f for f in (1, 1, 0.5, 0.5, 0.1, 0.1)])
+@pytest.mark.parametrize("name", START)
+@pytest.mark.parametrize(
+    ("schedule", "factors"),
+    [
+        (lambda epoch: (1.1, 0.5, 0.8)[epoch], (1.1, 0.5, 0.8)),  # from epoch zero on
+        ({2: 0.5, 4: 0.2}, (1, 1, 0.5, 0.5, 0.1, 0.1)),  # once the milestone's epoch has come
+    ],
+    ids=["callable", "milestones"],
+)
+def test_factors_multiply_the_initial_value(name, schedule, factors):
+    seen = course(optimizer(), len(factors) - 1, **{name: schedule})
+    for values, factor in zip(seen, factors, strict=True):
+        assert values == pytest.approx({**START, name: factor * START[name]})
 
 
 def test_intervals_are_whole_and_never_below_one():
     name = "factor_update_steps"
-    seen = course(optimizer(**{name: 10}), name, lambda epoch: 0.26, 4)
-    assert seen == [3] * 5
-    assert all(type(value) is int for value in seen)
+    seen = [values[name] for values in course(optimizer(), 4, **{name: lambda epoch: 0.26})]
+    assert seen == [3] * 5 and all(type(value) is int for value in seen)
     opt = optimizer(**{name: 3})
     scheduler = KFACParamScheduler(opt, **{name: {1: 0.01, 2: 100}})
     scheduler.step()
-    assert read(opt, name) == 1
+    assert read(opt)[name] == 1
     train(opt.preconditioner.model, opt, range(2))
     scheduler.step()
-    assert read(opt, name) == 3  # rounding is not remembered
+    assert read(opt)[name] == 3  # rounding is not remembered
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_values_reach_the_step(method):
     """A scheduled optimizer trains like one with values set by hand."""
     model, expected = network(), network()
-    clips = method == "eigen"
-    options = {**METHODS[method], "damping": 0.5, "inv_update_steps": 2}
-    options |= {"kl_clip": 1e-3} if clips else {}
+    clip = {"kl_clip": 1e-3} if method == "eigen" else {}
+    options = {**METHODS[method], "damping": 0.5, "inv_update_steps": 2, **clip}
     opt, by_hand = KFACSGD(model, lr=0.1, **options), KFACSGD(expected, lr=0.1, **options)
     scheduler = KFACParamScheduler(
         opt,
         damping=decay_at([1, 2], 0.1),
         factor_decay=lambda epoch: 0.9**epoch,
-        **({"kl_clip": {2: 0.1}} if clips else {}),
+        **{name: {2: 0.1} for name in clip},
         factor_update_steps={1: 2},
         inv_update_steps={2: 2},
     )
@@ -91,7 +87,7 @@ def test_the_values_reach_the_step(method):
     for epoch in range(3):
         group["damping"] = 0.5 * math.prod([0.1] * epoch)
         group["factor_decay"] = 0.95 * 0.9**epoch
-        if clips:
+        if clip:
             kfac.kl_clip = 1e-3 * (0.1 if epoch == 2 else 1)
         kfac.factor_update_steps = 2 if epoch else 1
         kfac.inv_update_steps = 4 if epoch == 2 else 2
@@ -114,14 +110,11 @@ def test_each_group_from_its_own_value_also_one_that_came_later():
     scheduler.step()
     opt.add_param_group({"params": model[2].parameters(), "damping": 0.8})
     scheduler.step()
-    expected = [0.05, 0.4]
-    assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
+    expected = pytest.approx([0.05, 0.4])
+    assert [g["damping"] for g in opt.param_groups] == expected
     again = KFACParamScheduler(opt, damping=lambda e: 0.5)
     again.load_state_dict(scheduler.state_dict())
-    assert [g["damping"] for g in opt.param_groups] == pytest.approx(expected)
-
-
-# ---- state ----
+    assert [g["damping"] for g in opt.param_groups] == expected
 
 
 SCHEDULES: dict[str, Any] = {
@@ -135,81 +128,75 @@ SCHEDULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("taken", [0, 3])
 def test_resume(taken, tmp_path):
-    opt = optimizer()
+    opt, other = optimizer(), optimizer()
     scheduler = KFACParamScheduler(opt, **SCHEDULES)
     for _ in range(taken):
         scheduler.step()
     torch.save(scheduler.state_dict(), tmp_path / "state")
-    at_save = {name: read(opt, name) for name in NAMES}
-    other = optimizer()
     resumed = KFACParamScheduler(other, **SCHEDULES)
     resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     assert resumed.last_epoch == taken
-    assert {name: read(other, name) for name in NAMES} == at_save
-    for _ in range(4):
+    for _ in range(5):
+        assert read(other) == read(opt)
         scheduler.step()
         resumed.step()
-        for name in NAMES:
-            assert read(other, name) == read(opt, name)
 
 
-def test_a_state_of_other_schedules_is_refused():
+def stepped(**schedules: Any) -> None:
+    KFACParamScheduler(optimizer(), **schedules).step()
+
+
+def of_another() -> None:
+    """Load the state of other schedules."""
     saved = KFACParamScheduler(optimizer(), damping={1: 0.5}).state_dict()
-    other = KFACParamScheduler(optimizer(), kl_clip={1: 0.5})
-    with pytest.raises(ValueError, match=r"Invalid state_dict.*damping.*kl_clip"):
-        other.load_state_dict(saved)
+    KFACParamScheduler(optimizer(), kl_clip={1: 0.5}).load_state_dict(saved)
 
 
-# ---- errors ----
+def with_a_callable_in_a_group() -> KFACSGD:
+    model = network()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    groups[1]["damping"] = lambda step: 0.1
+    return KFACSGD(groups, model=model)
 
 
-def test_another_optimizer_is_refused():
-    with pytest.raises(TypeError, match="Invalid optimizer: SGD has no K-FAC"):
-        KFACParamScheduler(torch.optim.SGD(network().parameters()), damping={1: 0.5})
+HALF, NONE = {1: 0.5}, "Invalid kl_clip: .* must be a callable "
+GIVEN = "Invalid {}: the optimizer was given a callable"
+# fmt: off
+CALLS: list[tuple[type[Exception], str, Any]] = [
+    (TypeError, "Invalid optimizer: SGD has no K-FAC",
+     lambda: KFACParamScheduler(torch.optim.SGD(network().parameters()), damping=HALF)),
+    *((ValueError, NONE + "epoch -> f", partial(stepped, kl_clip=bad))
+      for bad in (0.5, "half", [0.5, 0.25])),
+    (ValueError, NONE + "of epoch, such", lambda: stepped(kl_clip=lambda: 1.0)),
+    (TypeError, r"KFACParamScheduler\(\) got .* did you mean damping\?",
+     lambda: stepped(dampning=HALF)),
+    (TypeError, "'compound'; leave it out: factors multiply the first",
+     lambda: stepped(damping=HALF, compound=True)),
+    (TypeError, r"'temperature'; help\(KFACParamScheduler\) lists",
+     lambda: stepped(temperature=HALF)),
+    *((ValueError, f"Invalid {name}", partial(stepped, **{name: {1: factor}}))
+      for name, factor in (("damping", 0.0), ("damping", -1.0), ("factor_decay", 2.0))),
+    *((ValueError, GIVEN.format(name), lambda name=name: KFACParamScheduler(
+        optimizer(**{name: lambda step: START[name]}), **{name: HALF})) for name in START),
+    (ValueError, GIVEN.format("damping"),
+     lambda: KFACParamScheduler(with_a_callable_in_a_group(), damping=HALF)),
+    (ValueError, "Invalid kl_clip",  # there is none
+     lambda: KFACParamScheduler(KFACSGD(network(), lr=0.1), kl_clip=HALF)),
+    (ValueError, "Invalid kl_clip: the optimizer's clip is off",
+     lambda: KFACParamScheduler(optimizer(kl_clip=None), kl_clip=HALF)),
+    (ValueError, "Invalid state_dict.*damping.*kl_clip", of_another),
+]
+# fmt: on
 
 
-def test_what_is_no_schedule_is_refused():
-    opt = optimizer()
-    for bad in (0.5, "half", [0.5, 0.25]):
-        with pytest.raises(ValueError, match=r"Invalid kl_clip: .* must be a callable epoch -> f"):
-            KFACParamScheduler(opt, kl_clip=bad)
-    with pytest.raises(ValueError, match=r"Invalid kl_clip: .* must be a callable of epoch, such"):
-        KFACParamScheduler(opt, kl_clip=lambda: 1.0)
-    with pytest.raises(TypeError, match=r"KFACParamScheduler\(\) got .* did you mean damping\?"):
-        KFACParamScheduler(opt, dampning=lambda epoch: 1.0)
-    with pytest.raises(TypeError, match="'compound'; leave it out: factors multiply the first"):
-        KFACParamScheduler(opt, damping=lambda epoch: 0.5, compound=True)
-    with pytest.raises(TypeError, match=r"'temperature'; help\(KFACParamScheduler\) lists"):
-        KFACParamScheduler(opt, temperature=lambda epoch: 1.0)
+@pytest.mark.parametrize(("error", "said", "call"), CALLS)
+def test_what_is_refused(error, said, call):
+    with pytest.raises(error, match=said):
+        call()
 
 
-def test_a_factor_that_is_out_of_range():
-    for name, factor in (("damping", 0.0), ("damping", -1.0), ("factor_decay", 2.0)):
-        scheduler = KFACParamScheduler(optimizer(), **{name: {1: factor}})
-        with pytest.raises(ValueError, match=f"Invalid {name}"):
-            scheduler.step()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_callable_in_the_optimizer_and_here_is_refused(name):
+@pytest.mark.parametrize("name", START)
+def test_a_callable_in_the_optimizer_leaves_the_others_to_schedules(name):
     opt = optimizer(**{name: lambda step: START[name]})
-    with pytest.raises(ValueError, match=f"Invalid {name}: the optimizer was given a callable"):
-        KFACParamScheduler(opt, **{name: {1: 0.5}})
-    for other in set(NAMES) - {name}:
+    for other in START.keys() - {name}:
         KFACParamScheduler(opt, **{other: {1: 0.5}})
-
-
-def test_what_can_not_be_scheduled_is_refused():
-    model, directions = network(), KFACSGD(network(), lr=0.1)
-    groups = [
-        {"params": model[0].parameters()},
-        {"params": model[2].parameters(), "damping": lambda step: 0.1},
-    ]
-    for opt, name, said in (
-        (KFACSGD(groups, model=model), "damping", ": the optimizer was given a callable"),
-        (directions, "kl_clip", ""),  # there is none
-        (optimizer(kl_clip=None), "kl_clip", ": the optimizer's clip is off"),
-    ):
-        with pytest.raises(ValueError, match=f"Invalid {name}{said}"):
-            KFACParamScheduler(opt, **{name: {1: 0.5}})
-    KFACParamScheduler(directions, damping={1: 0.5})

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, with_kfac
-from kaisa_optim.account import KEPT, Account
-from kaisa_optim.comm.sharding import parts_here
-from tests.support.cluster import Scattered, average, batch, network
+from tests.support.cluster import Scattered, average, batch, network, rank, world
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import early
 from tests.support.watch import Body
 
 MOVED = ("factors", "second_order", "gradients", "status")
+KEPT = ["factors", "eigenvectors", "eigenvalues", "inverses", "roots"]
+KEPT += ["eigenvalue_products", "counters"]
 
 
 def mixed() -> nn.Module:
@@ -79,56 +80,47 @@ def build(case: Case) -> tuple[nn.Module, Any]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model, mesh=mesh)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world(),)))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the base optimizer updates these")
         every, refreshed = case.intervals
-        intervals = {"factor_update_steps": every, "inv_update_steps": refreshed}
+        options = {"factor_update_steps": every, "inv_update_steps": refreshed}
+        if not case.sharded and "grad_worker_fraction" not in case.options:
+            options["assignment"] = "opt"  # which sends roots to all ranks, and may part A from G
         with early():  # prices are of intervals alone
-            return model, case.optimizer(model, lr=0.01, damping=0.1, **intervals, **case.options)
+            return model, case.optimizer(model, lr=0.01, damping=0.1, **{**options, **case.options})
 
 
 @contextlib.contextmanager
 def spy() -> Iterator[Counter[str]]:
     """Count what collectives are asked to move, by their names; each still does its work."""
     counts: Counter[str] = Counter()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    real = {name: getattr(dist, name) for name in dir(dist) if callable(getattr(dist, name))}
+    exchange, reduce = dist.all_to_all_single, dist.all_reduce
 
     def all_to_all_single(output, input, output_split_sizes, input_split_sizes, **options):
         assert output.numel() == sum(output_split_sizes)
         assert input.numel() == sum(input_split_sizes)
-        arriving = sum(output_split_sizes) - output_split_sizes[rank]
-        leaving = sum(input_split_sizes) - input_split_sizes[rank]
+        arriving = sum(output_split_sizes) - output_split_sizes[rank()]
+        leaving = sum(input_split_sizes) - input_split_sizes[rank()]
         counts["all_to_all_single"] += arriving * output.element_size()
         counts["sent"] += leaving * input.element_size()
-        sizes = output_split_sizes, input_split_sizes
-        return real["all_to_all_single"](output, input, *sizes, **options)
+        return exchange(output, input, output_split_sizes, input_split_sizes, **options)
 
     def all_reduce(tensor, **options):
-        counts["all_reduce"] += 2 * tensor.nbytes * (world - 1) // world
-        return real["all_reduce"](tensor, **options)
+        counts["all_reduce"] += 2 * tensor.nbytes * (world() - 1) // world()
+        return reduce(tensor, **options)
 
     spies = {"all_to_all_single": all_to_all_single, "all_reduce": all_reduce}
     others = "all_gather all_gather_into_tensor all_gather_object all_to_all broadcast gather"
     others += " broadcast_object_list irecv isend recv reduce reduce_scatter_tensor scatter send"
     for name in others.split():
         spies[name] = lambda *_, name=name, **__: pytest.fail(f"{name} is not in the account")
-    try:
-        for name, function in spies.items():
-            setattr(dist, name, function)
+    with mock.patch.multiple(dist, **spies):
         yield counts
-    finally:
-        for name in spies:
-            setattr(dist, name, real[name])
 
 
-def train(
-    case: Case, model: nn.Module, opt: Any, steps: range, pending: list[int] | None = None
-) -> tuple[Counter[str], ...]:
-    kfac = opt.preconditioner
-    pending = [] if pending is None else pending
+def train(case: Case, model: nn.Module, opt: Any, steps: range) -> tuple[Any, Any, list[int]]:
+    kfac, pending = opt.preconditioner, []
     before, spied = Counter(kfac.ranks.received), Counter[str]()
     for step in steps:
         assert kfac.steps == step
@@ -138,37 +130,32 @@ def train(
         opt.zero_grad()
         F.cross_entropy(model(x), y).backward()
         pending.append(kfac.memory_usage()["pending"])
-        if dist.is_initialized():
-            if not case.sharded:
-                average(model.parameters())
-            with spy() as counts:
-                opt.step()
-            spied += counts
-        else:
+        if not case.sharded:
+            average(model.parameters())
+        with spy() if world() > 1 else contextlib.nullcontext(Counter()) as counts:
             opt.step()
-    return Counter(kfac.ranks.received) - before, spied
+        spied += counts
+    return Counter(kfac.ranks.received) - before, spied, pending
 
 
 def measure(case: Case) -> SimpleNamespace:
     model, opt = build(case)
     period = math.lcm(*case.intervals)
-    first, _ = train(case, model, opt, range(1))
+    first, *_ = train(case, model, opt, range(1))
     # Two numbers for each weight and each gradient, compared by an all-reduce in the first step.
-    world = dist.get_world_size() if dist.is_initialized() else 1
     covered = [p for layer in opt.preconditioner.registry.active for p in layer.parameters]
-    compared = 2 * (2 * 16 * len(covered) * (not case.sharded) * (world - 1) // world)
-    pending: list[int] = []
-    train(case, model, opt, range(1, period + 1), pending)
-    counted, spied = train(case, model, opt, range(period + 1, 1 + 2 * period))
+    compared = 2 * (2 * 16 * len(covered) * (not case.sharded) * (world() - 1) // world())
+    *_, pending = train(case, model, opt, range(1, period + 1))
+    counted, spied, _ = train(case, model, opt, range(period + 1, 1 + 2 * period))
     kfac = opt.preconditioner
     memory = {kind: size for kind, size in kfac.memory_usage().items() if kind != "pending"}
-    kept = [opt.state[p].get(opt.base_part.momentum) for p in covered]
-    momenta = sum(part.nbytes for part in parts_here([x for x in kept if x is not None]))
+    momenta = [opt.state[p].get(opt.base_part.momentum) for p in covered]
+    momenta = [x.to_local() if case.sharded else x for x in momenta if x is not None]
     return SimpleNamespace(
         account=kfac.account,
         schedule=kfac.schedule,
         memory=memory,
-        momenta=momenta,  # bytes, of covered parameters
+        momenta=sum(x.nbytes for x in momenta),  # of covered parameters
         first=first,  # received in the first step, but for
         compared=compared,  # to compare weights and gradients
         counted=counted,  # received in one interval
@@ -179,19 +166,19 @@ def measure(case: Case) -> SimpleNamespace:
     )
 
 
-def momenta_of(case: Case, account: Account, rank: int) -> int:
+def momenta_of(case: Case, account: Any, owner: int) -> int:
     """Bytes of the momenta on a rank: gradient workers keep them, or each its shards."""
     if case.optimizer is KFACSGD and not case.options.get("momentum"):
         return 0
     if case.sharded:
         shards = [one for layer in account.active for one in layer.shards]
-        return sum(x.count(rank) * itemsize for x, itemsize in shards)
+        return sum(x.count(owner) * itemsize for x, itemsize in shards)
     columns = account.grid.columns
-    mine = (x for x in account.active if x.placement.g % columns == rank % columns)
+    mine = (x for x in account.active if x.placement.g % columns == owner % columns)
     return sum(layer.gradient * layer.itemsize for layer in mine)
 
 
-def arriving(account: Account, average: Any, refresh: Any, answered: Any) -> list[Counter[str]]:
+def arriving(account: Any, average: Any, refresh: Any, answered: Any) -> list[Counter[str]]:
     """What arrives at each rank in a step; it gathers nothing if ``average`` is None."""
     status = 0 if average is None else account.status(answered)
     columns = account.sums(average or ()), account.state(refresh), account.gradients
@@ -216,15 +203,15 @@ def check(case: Case, ranks: list[SimpleNamespace]) -> None:
     sums = [account.pending(fed.get(step % every, ())) for step in range(1, period + 1)]
     names = account.names
     everything = arriving(account, names, names, ())
-    for rank, one in enumerate(ranks):
-        kept = account.memory()[rank]
+    for number, one in enumerate(ranks):
+        kept = account.memory()[number]
         # A rank that keeps nothing says so.
         shown = {kind: size for kind, size in kept.items() if size or kind == "total"}
         assert shown == one.memory
         assert list(kept) == [*KEPT, "total"]
-        assert one.momenta == momenta_of(case, account, rank)
-        assert one.first == everything[rank] + Counter(status=one.compared)
-        expected = sum((step[rank] for step in steps), Counter[str]())
+        assert one.momenta == momenta_of(case, account, number)
+        assert one.first == everything[number] + Counter(status=one.compared)
+        expected = sum((step[number] for step in steps), Counter[str]())
         assert one.counted == expected
         for waiting, most, step in zip(one.pending, sums, range(1, period + 1), strict=True):
             # An A of ones, of a frozen weight, waits as one number.
@@ -247,7 +234,7 @@ half, brain = torch.float16, torch.bfloat16
 eigen = {"compute_method": "eigen"}
 inverse = {"compute_method": "inverse"}
 CASES = {
-    "defaults": Case(intervals=(2, 3)),
+    "defaults": Case(options={"assignment": None}, intervals=(2, 3)),
     "eigen": Case(options=eigen, intervals=(2, 3)),
     "eigen, layer-wise": Case("tokens", eigen | {"assignment": "layer-wise"}),
     "Adam": Case("tokens", optimizer=KFACAdam),
@@ -276,13 +263,6 @@ CASES = {
     "tied inverses": Case("tied", inverse | {"max_factor_size": 3}),
     "frozen": Case(frozen="again"),
     "frozen attention": Case("tokens", {"assignment": "layer-wise"}, frozen="attention"),
-}
-# Opt sends roots to all ranks, and may part A from G.
-CASES = {
-    name: case._replace(options={"assignment": "opt", **case.options})
-    if name != "defaults"
-    else case
-    for name, case in CASES.items()
 }
 AT_FOUR = {
     "half": Case(options={"grad_worker_fraction": 0.5}),
@@ -325,38 +305,30 @@ POLAR = {
 }
 
 
-def measure_all(cases: list[Case]) -> list[SimpleNamespace]:
-    return [measure(case) for case in cases]
-
-
-@pytest.mark.parametrize(("world", "fraction"), [(1, 1.0), (2, 0.0), (2, 1.0), (4, 0.5)])
-def test_the_default_method(world, fraction):
-    cases = [
-        case._replace(options={**case.options, "grad_worker_fraction": fraction})
-        for case in POLAR.values()
-    ]
-    ranks = run(world, measure_all, cases) if world > 1 else [measure_all(cases)]
-    for case, measured in zip(cases, zip(*ranks, strict=True), strict=True):
-        assert [x.kind for x in measured[0].account.sizes.of_factor] == ["roots"]
-        check(case, list(measured))
-
-
+POLAR = {
+    f"{name}, {share}": case._replace(options={**case.options, "grad_worker_fraction": share})
+    for name, case in POLAR.items()
+    for share in (0.5, 1.0)
+}
 ALONE = "eigen", "inverse", "products", "stored inverses", "diagonal", "tied", "frozen"
 
 
 @pytest.mark.parametrize(
-    ("name", "world"),
+    ("name", "count"),
     [
         *((name, 1) for name in ALONE),
         # Three ranks divide nothing evenly.
         *((name, 3) for name in (*CASES, *SHARDED)),
         *((name, 4) for name in ("defaults", "layer-wise tokens", *AT_FOUR)),
+        *((name, count) for name in POLAR for count in ((1, 2, 4) if "0.5" in name else (2,))),
     ],
 )
-def test_ranks(name, world):
+def test_ranks(name, count):
     if name in SHARDED and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
-    case = {**CASES, **AT_FOUR, **SHARDED}[name]
-    ranks = run(world, measure, case) if world > 1 else [measure(case)]
+    case = {**CASES, **AT_FOUR, **SHARDED, **POLAR}[name]
+    ranks = run(count, measure, case) if count > 1 else [measure(case)]
+    kinds = {x.kind for x in ranks[0].account.sizes.of_factor}
+    assert (kinds == {"roots"}) == ("compute_method" not in case.options)
     check(case, ranks)
-    assert bool(ranks[0].counted) == (world > 1)
+    assert bool(ranks[0].counted) == (count > 1)

@@ -15,34 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import traffic
-from kaisa_optim.plan import assignment
-from kaisa_optim.plan.assignment import (
-    Grid,
-    Hybrid,
-    LayerWise,
-    Opt,
-    Placement,
-    Task,
-    WorkAssignment,
-    assign,
-    balance,
-    choose,
-    loads,
-    make_grid,
-)
+from kaisa_optim import Grid, Hybrid, LayerWise, Opt, Placement, Task, WorkAssignment
+from kaisa_optim.plan.assignment import assign, balance, choose, loads, make_grid
 
 property_test = settings(max_examples=100)
 NEARLY = 1 + 1e-9  # sums of floats in another order
 
 
-class Linear(WorkAssignment):
-    """Cost is size, so that a test says costs outright."""
+class Two(WorkAssignment):
+    """A strategy that a user writes."""
 
     def gradient_workers(self, world):
-        return world
-
-    def cost(self, size, diagonal):
-        return float(size)
+        return 2
 
 
 def divisors(n):
@@ -124,24 +108,17 @@ def models(draw, most=30):
 
 
 small_costs = st.one_of(
-    st.lists(st.integers(1, 12), min_size=1, max_size=10),
-    st.lists(st.integers(90, 130), min_size=1, max_size=10),
-    st.lists(st.sampled_from([64, 65, 128, 147, 256, 512, 577, 1024]), min_size=1, max_size=10).map(
-        lambda sizes: [n**3 for n in sizes]
-    ),
-).map(lambda costs: [float(c) for c in costs])
-
-
-# The grid
+    *(
+        st.lists(st.sampled_from([float(n) for n in costs]), min_size=1, max_size=10)
+        for costs in (range(1, 13), range(90, 131), [n**3 for n in (64, 65, 128, 147, 256, 1024)])
+    )
+)
 
 
 def test_receivers_are_neighbours_and_workers_are_a_stride_apart():
     grid = Grid(12, 3)
     assert list(grid.receivers_of(5)) == [4, 5, 6, 7]
     assert list(grid.workers_of(5)) == [1, 5, 9]
-
-
-# Fractions
 
 
 def test_every_divisor_of_the_world_is_reached_by_its_fraction():
@@ -171,24 +148,14 @@ def test_a_fraction_makes_a_grid_or_an_error_whose_remedies_work(world):
             assert grid.workers == max(1, round(percent / 100 * world))
 
 
-class Two(WorkAssignment):
-    """A strategy that a user writes."""
-
-    def gradient_workers(self, world):
-        return 2
-
-
 def test_one_rank_is_a_grid_whatever_the_strategy_says():
     for strategy in (Two(), LayerWise(), Opt(), Hybrid(0.3)):
         assert make_grid(strategy, 1) == make_grid(strategy, 1, 0.7) == Grid(1, 1)
     assert make_grid(Two(), 6) == Grid(6, 2)
 
 
-# What the user asks for
-
-
 def test_choose():
-    mine = Linear()
+    mine = Two()
     for asked, answer in {
         (None, None): LayerWise(),
         (None, 0.25): Hybrid(0.25),
@@ -216,66 +183,93 @@ def test_costs():
     assert loads(LayerWise(), tasks, placed, 3) == [40, 0, 4 * 9 + 4 + 1]
 
 
-@pytest.mark.parametrize(
-    "value",
-    [1.5, -0.1, math.nan, math.inf, -math.inf, True, False, "0.5", [0.5], 2, 10**400],
-    ids=lambda value: repr(value)[:9],
-)
-def test_bad_fractions_are_named_with_the_remedy(value):
-    text = f"Invalid grad_worker_fraction: {value!r}; it must be between 0 and 1"
-    with pytest.raises(ValueError, match=re.escape(text)):
-        Hybrid(value)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [LayerWise, Hybrid, Opt, Linear, "layerwise", "", "OPT", 3, 0.5, True, object, int],
-)
-def test_an_unknown_assignment(wrong):
-    with pytest.raises(ValueError, match="Invalid assignment: ") as error:
-        choose(wrong)
-    texts = [f"Invalid assignment: {wrong!r}", '"layer-wise", "hybrid", "opt"', "an instance"]
-    assert all(text in str(error.value) for text in texts)
-
-
 def test_a_fraction_beside_a_strategy_must_mean_the_same_in_this_world():
-    for strategy, fraction, workers in (
-        (LayerWise(), 0, 1),
-        (LayerWise(), 1 / 8, 1),
-        (Opt(), 1, 8),
-        (Hybrid(0.5), 0.5, 4),
-        (Hybrid(0.5), 0.48, 4),  # rounds to the same number
-        (Linear(), 1.0, 8),
+    for strategy, world, fraction, workers in (
+        (LayerWise(), 8, 0, 1),
+        (LayerWise(), 8, 1 / 8, 1),
+        (LayerWise(), 2, 0.5, 1),
+        (Opt(), 8, 1, 8),
+        (Hybrid(0.5), 8, 0.5, 4),
+        (Hybrid(0.5), 8, 0.48, 4),  # rounds to the same number
+        (Two(), 8, 0.25, 2),
     ):
-        assert make_grid(strategy, 8, fraction) == Grid(8, workers)
-    with pytest.raises(ValueError) as error:
-        make_grid(LayerWise(), 8, 0.5)
-    for text in ("grad_worker_fraction: 0.5 makes 4", "LayerWise() makes 1", "leave out one"):
-        assert text in str(error.value)
-    with pytest.raises(ValueError, match=r"0\.25 makes 2 .*Hybrid\(grad_worker_fraction=0\.5\)"):
-        make_grid(Hybrid(0.5), 8, 0.25)
-    assert make_grid(LayerWise(), 2, 0.5) == Grid(2, 1)  # in a world of two they agree
+        assert make_grid(strategy, world, fraction) == Grid(world, workers)
 
 
-@pytest.mark.parametrize("answer", [0, -1, 9, 16, 3, 5, 2.0, "2", None, True, math.nan])
-def test_a_strategy_that_asks_for_impossible_workers_is_named(answer):
-    class Odd(WorkAssignment):
-        def gradient_workers(self, world):
-            return answer
+class Answering(WorkAssignment):
+    """A strategy that a user writes: so many workers, this placement, and this cost of size 7."""
 
-    with pytest.raises(ValueError) as error:
-        make_grid(Odd(), 8)
-    text = str(error.value)
-    assert f"Invalid assignment: Odd.gradient_workers(8) returned {answer!r}" in text
-    assert "whole number from 1 to 8 that divides 8" in text
-    near = {3: ", such as 2 or 4", 5: ", such as 4 or 8"}
-    assert text.endswith(near.get(answer, "divides 8"))
+    def __init__(self, workers=2, placement="balanced", cost=1.0):
+        self.workers, self.placement, self.answer = workers, placement, cost
+
+    def gradient_workers(self, world):
+        return self.workers
+
+    def place(self, tasks, grid, **options):
+        balanced = super().place(tasks, grid, **options)
+        return balanced if self.placement == "balanced" else self.placement
+
+    def cost(self, size, diagonal):
+        return self.answer if size == 7 else 1.0
 
 
-@pytest.mark.parametrize("world", [0, -4, 2.0, True, "8", None])
-def test_a_world_is_a_number_of_ranks(world):
-    with pytest.raises(ValueError, match=r"Invalid world: .*at least 1"):
-        make_grid(Opt(), world)
+FRACTIONS = 1.5, -0.1, math.nan, math.inf, -math.inf, True, False, "0.5", [0.5], 2, 10**400
+UNKNOWN = LayerWise, Hybrid, Opt, Two, "layerwise", "", "OPT", 3, 0.5, True, object, int
+COUNTS = 0, -1, 9, 16, 2.0, "2", None, True, math.nan
+COSTS = math.nan, -1.0, math.inf, "5", None, True
+PLACEMENTS = {
+    "returned None for 2 layers; return a list": None,
+    "returned [(0, 0)] for 2 layers; return a list with one Placement(a, g)": [(0, 0)],
+    "returned {'layer0': (0, 0)} for 2 layers; return a list": {"layer0": (0, 0)},
+    "put 'layer1' at 1; return Placement(a, g)": [(0, 0), 1],
+    "put 'layer1' at (1, 1, 1); return": [(0, 0), (1, 1, 1)],
+    "put 'layer1' at (4, 0); return Placement(a, g), two ranks from 0 to 3": [(0, 0), (4, 0)],
+    "put 'layer1' at (0, -1); return": [(0, 0), (0, -1)],
+    "put 'layer0' at (0, 1.0); return": [(0, 1.0), (0, 0)],
+    "put 'layer0' at (True, 0); return": [(True, 0), (0, 0)],
+    "put 'layer1' on ranks 0 and 2, but colocate is True; place both": [(0, 0), (0, 2)],
+    "put 'layer1' on ranks 3 and 2, which share no layer; G must be": [(0, 0), (3, 2)],
+}
+ERRORS = [
+    # a text, a function, and its arguments
+    *((f"grad_worker_fraction: {x!r}; it must be between 0 and 1", Hybrid, x) for x in FRACTIONS),
+    *((f'{x!r}; choose from "layer-wise", "hybrid", "opt", or', choose, x) for x in UNKNOWN),
+    ("0.5 makes 4 of .* LayerWise() makes 1; leave out one", make_grid, LayerWise(), 8, 0.5),
+    ("0.25 makes 2 .*Hybrid(grad_worker_fraction=0.5)", make_grid, Hybrid(0.5), 8, 0.25),
+    *(("world: .*at least 1", make_grid, Opt(), x) for x in (0, -4, 2.0, True, "8", None)),
+    *(
+        (f"Answering.gradient_workers(8) returned {x!r}", make_grid, Answering(x), 8)
+        for x in COUNTS
+    ),
+    ("returned 3; .* divides 8, such as 2 or 4", make_grid, Answering(3), 8),
+    ("returned 5; .* divides 8, such as 4 or 8", make_grid, Answering(5), 8),
+    (
+        "colocate_factors: False .*LayerWise() .*larger grad_worker_fraction",
+        *(assign, LayerWise(), named([(9, 9)]), Grid(8, 1), False),
+    ),
+    *(
+        (
+            f"Answering.place {text}",
+            *(assign, Answering(2, answer), named([(1, 2), (3, 4)]), Grid(4, 2)),
+            "colocate" in text,
+        )
+        for text, answer in PLACEMENTS.items()
+    ),
+    *(
+        (
+            f"Answering.cost(7, False) returned {x!r} for 'layer1'; it must be a finite number",
+            *(assign, Answering(cost=x), named([(1, 2), (3, 7)]), Grid(4, 2)),
+        )
+        for x in COSTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "function", "arguments"), [(t, f, x) for t, f, *x in ERRORS])
+def test_a_wrong_answer_is_named_with_the_remedy(text, function, arguments):
+    pattern = ".*".join(map(re.escape, text.split(".*")))
+    with pytest.raises(ValueError, match=f"Invalid .*{pattern}"):
+        function(*arguments)
 
 
 def colocated(strategy, grid, colocate):
@@ -291,13 +285,6 @@ def test_who_stays_together():
         assert colocated(strategy, wide, False) is False
         assert colocated(strategy, narrow, None) is True
         assert {colocated(strategy, one, c) for c in (True, False, None)} == {True}
-    with pytest.raises(ValueError) as error:
-        colocated(LayerWise(), narrow, False)
-    for text in ("Invalid colocate_factors: False", "LayerWise()", "larger grad_worker_fraction"):
-        assert text in str(error.value)
-
-
-# Placing
 
 
 @property_test
@@ -316,6 +303,7 @@ def test_every_layer_has_ranks_in_one_column(tasks, grid, strategy, colocate):
     assert math.fsum(held) == pytest.approx(total, rel=1e-9)
 
 
+PACKAGE = Path(__file__).parents[2] / "kaisa_optim"
 WAYS = ((7, 7, True), (8, 4, False), (12, 12, False), (64, 1, None))
 # The package's own __init__ imports torch, which is refused.
 ALONE = f"""
@@ -325,7 +313,7 @@ class Refuse:
         assert name.split('.')[0] not in ('torch', 'numpy'), name
 sys.meta_path.insert(0, Refuse())
 package = sys.modules['kaisa_optim'] = types.ModuleType('kaisa_optim')
-package.__path__ = [{str(Path(assignment.__file__).parents[1])!r}]
+package.__path__ = [{str(PACKAGE)!r}]
 from kaisa_optim.plan import assignment as alone
 tasks = [alone.Task(*task) for task in json.load(sys.stdin)]
 for strategy in (alone.LayerWise(), alone.Opt()):
@@ -349,9 +337,6 @@ def test_all_processes_find_the_same_whatever_their_hash_seed():
     )
     assert run.stderr == ""
     assert run.stdout.splitlines() == here
-
-
-# Balance
 
 
 @property_test
@@ -383,9 +368,6 @@ def test_real_models_are_balanced(model, world):
             assert peak <= 4 / 3 * simple_bound(costs, world)
 
 
-# Layers that come later
-
-
 @property_test
 @given(models(12), models(12), grids(12), st.booleans())
 def test_later_layers_go_where_there_is_room(first, second, grid, colocate):
@@ -414,17 +396,6 @@ def test_a_busy_rank_or_column_gets_nothing(workers, colocate, busy, taken):
     assert {r for ranks in placed.values() for r in ranks} == taken
 
 
-# Strategies that users write
-
-
-class Mine(Two):
-    def __init__(self, answer=None):
-        self.answer = answer
-
-    def place(self, tasks, grid, *, colocate, load):
-        return self.answer
-
-
 def test_a_strategy_needs_only_its_gradient_workers():
     tasks = named([(3, 4), (5, 6), (7, 8), (9, 10)])
     grid = make_grid(choose(Two()), 4)
@@ -433,28 +404,32 @@ def test_a_strategy_needs_only_its_gradient_workers():
     assert all(a == g for a, g in placed.values())
 
 
-def test_an_own_cost_is_what_is_balanced():
-    class Even(Hybrid):
+def test_an_own_cost_is_what_is_balanced_and_an_own_preference_counts():
+    class Own(Hybrid):
+        colocate = False
+
         def cost(self, size, diagonal):
             return 1.0
 
-    placed = assign(Even(), named([(n, n) for n in range(1, 9)]), Grid(4, 2))
-    assert sorted(p.a for p in placed.values()) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-def test_an_own_preference_for_parted_factors():
-    class Apart(Hybrid):
-        colocate = False
-
-    tasks = named([(9, 9)])
-    assert len(set(assign(Apart(), tasks, Grid(2, 2))["layer0"])) == 2
-    assert len(set(assign(Apart(), tasks, Grid(2, 2), True)["layer0"])) == 1
+    tasks = named([(n, n) for n in range(1, 9)])
+    assert sorted(p.a for p in assign(Own(), tasks, Grid(4, 2), True).values()) == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
+    assert all(a != g for a, g in assign(Own(), tasks[:1], Grid(2, 2)).values())
+    assert all(a == g for a, g in assign(Own(), tasks[:1], Grid(2, 2), True).values())
 
 
 def test_an_own_place_is_followed_and_told_all():
     seen = []
 
-    class Reversed(Mine):
+    class Reversed(Two):
         def place(self, tasks, grid, *, colocate, load):
             seen.append((tuple(tasks), grid, colocate, list(load)))
             load[0] = 1e9  # its own copy
@@ -466,38 +441,3 @@ def test_an_own_place_is_followed_and_told_all():
     assert all(isinstance(p, Placement) for p in placed.values())
     assert seen == [(tuple(tasks), Grid(4, 2), True, [1.0, 2.0, 3.0, 4.0])]
     assert load == [1.0, 2.0, 3.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("answer", "colocate", "texts"),
-    [
-        (None, True, ["Mine.place returned None for 2 layers", "return a list"]),
-        ([(0, 0)], True, ["Mine.place returned [(0, 0)] for 2 layers", "one Placement(a, g)"]),
-        ({"layer0": (0, 0)}, True, ["Mine.place returned {'layer0'", "return a list"]),
-        ([(0, 0), 1], True, ["Mine.place put 'layer1' at 1;", "return Placement(a, g)"]),
-        ([(0, 0), (1, 1, 1)], True, ["Mine.place put 'layer1' at (1, 1, 1);"]),
-        ([(0, 0), (4, 0)], False, ["Mine.place put 'layer1' at (4, 0); return", "from 0 to 3"]),
-        ([(0, 0), (0, -1)], False, ["put 'layer1' at (0, -1);"]),
-        ([(0, 1.0), (0, 0)], False, ["Mine.place put 'layer0' at (0, 1.0);"]),
-        ([(True, 0), (0, 0)], False, ["Mine.place put 'layer0' at (True, 0);"]),
-        ([(0, 0), (0, 2)], True, ["'layer1' on ranks 0 and 2", "colocate_factors=False"]),
-        ([(0, 0), (3, 2)], False, ["'layer1' on ranks 3 and 2", "grid.workers_of(3)"]),
-    ],
-)
-def test_a_wrong_placement_names_the_strategy_and_the_layer(answer, colocate, texts):
-    with pytest.raises(ValueError) as error:
-        assign(Mine(answer), named([(1, 2), (3, 4)]), Grid(4, 2), colocate)
-    for text in ["Invalid assignment: Mine.place", *texts]:
-        assert text in str(error.value)
-
-
-@pytest.mark.parametrize("answer", [math.nan, -1.0, math.inf, "5", None, True])
-def test_a_wrong_cost_names_the_strategy_and_the_layer(answer):
-    class Priced(Hybrid):
-        def cost(self, size, diagonal):
-            return answer if size == 7 else 1.0
-
-    with pytest.raises(ValueError) as error:
-        assign(Priced(), named([(1, 2), (3, 7)]), Grid(4, 2))
-    for text in (f"Priced.cost(7, False) returned {answer!r}", "'layer1'", "finite number"):
-        assert text in str(error.value)

@@ -23,12 +23,12 @@ DEVICE = torch.device(NAME, 0)
 
 _aten = torch.ops.aten
 # On CUDA these look at a device's numbers, or at whether a solver went well.
-_LOOKED_AT = (
-    "_local_scalar_dense is_nonzero equal nonzero masked_select repeat_interleave "
-    "multinomial bincount _unique2 unique_consecutive cholesky_inverse linalg_eig "
-    "linalg_lstsq _linalg_check_errors _linalg_eigh _linalg_svd"
-)
-_LOOKING = {getattr(_aten, name) for name in _LOOKED_AT.split()}
+_LOOKING = {
+    *(_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal, _aten.nonzero, _aten.masked_select),
+    *(_aten.repeat_interleave, _aten.multinomial, _aten.bincount, _aten._unique2),
+    *(_aten.unique_consecutive, _aten.cholesky_inverse, _aten.linalg_eig, _aten.linalg_lstsq),
+    *(_aten._linalg_check_errors, _aten._linalg_eigh, _aten._linalg_svd),
+}
 _COPYING = {_aten.copy_, _aten._foreach_copy_}
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
@@ -40,14 +40,9 @@ class _There(Tensor):
 
     @staticmethod
     def __new__(cls, numbers: Tensor) -> _There:
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            numbers.size(),
-            strides=numbers.stride(),
-            storage_offset=numbers.storage_offset(),
-            dtype=numbers.dtype,
-            device=DEVICE,
-        )
+        place = {"strides": numbers.stride(), "storage_offset": numbers.storage_offset()}
+        how = {"dtype": numbers.dtype, "device": DEVICE}
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.size(), **place, **how)
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kaisa_optim import KFACLAMB, KFACSGD, KFACAdam, WorkAssignment
-from kaisa_optim.options import OPTIONS
-from kaisa_optim.plan.assignment import Grid, Placement, Task
+from kaisa_optim import KFACLAMB, KFACSGD, Grid, KFACAdam, Placement, Task, WorkAssignment
 from tests.support import groups
 from tests.support.training import descend, values
 
@@ -156,12 +153,8 @@ class Scattered(WorkAssignment):
     def place(
         self, tasks: Sequence[Task], grid: Grid, *, colocate: bool, load: Sequence[float]
     ) -> list[Placement]:
-        placements = []
-        for i, _ in enumerate(tasks):
-            a = (2 * i + 1) % grid.world
-            g = a if colocate else (a + grid.columns) % grid.world
-            placements.append(Placement(a, g))
-        return placements
+        places = [(2 * i + 1) % grid.world for i, _ in enumerate(tasks)]
+        return [Placement(a, a if colocate else (a + grid.columns) % grid.world) for a in places]
 
 
 @dataclass(frozen=True)
@@ -222,23 +215,26 @@ def build(plan: Plan, model: nn.Module, wrapped: nn.Module, **options: Any) -> A
         return cls(params, **base, **taken_by({**plan.options, **options}))
 
 
+OF_PAPERS = {
+    *("loss_terms", "loss_reduction", "normalization", "grad_scaler", "damping_split"),
+    *("compute_eigenvalue_outer_product", "kl_clip", "kl_clip_lr"),
+}
+
+
 def taken_by(options: dict[str, Any]) -> dict[str, Any]:
     """The options that go with the method: the papers' do not go with "polar"."""
-    if options.get("compute_method", "polar") != "polar":
-        return options
-    return {n: v for n, v in options.items() if n not in OPTIONS or not OPTIONS[n].of_papers}
+    is_polar = options.get("compute_method", "polar") == "polar"
+    return {n: v for n, v in options.items() if not (is_polar and n in OF_PAPERS)}
 
 
 def micro_batches(plan: Plan, step: int, rank: int) -> Iterator[tuple[Tensor, Tensor, float]]:
     """A rank's batches of a step, and what to weigh their losses with: the mean over the ranks and
     the sum over the micro-batches are then the mean over all examples, or means of ranks."""
     x, y = batch(plan.network, step, plan.rows, plan.dtype)
-    flat = [n for sizes in plan.sizes for n in sizes]
-    starts = [0, *itertools.accumulate(flat)]
-    before = sum(len(sizes) for sizes in plan.sizes[:rank])
+    start = sum(map(sum, plan.sizes[:rank]))
     averaged = plan.rows / plan.world if plan.weighs else sum(plan.sizes[rank])
-    for i, n in enumerate(plan.sizes[rank], before):
-        part = slice(starts[i], starts[i + 1])
+    for n in plan.sizes[rank]:
+        part = slice(start, start := start + n)
         yield x[part], y[part], n / averaged
 
 
@@ -262,7 +258,7 @@ def kept(opt: Any) -> dict[tuple[str, str], Tensor]:
 
 
 def train_alone(plan: Plan) -> Trained:
-    """One process on the joined batch."""
+    """Train on one process, with the joined batch."""
     model = network(plan.network, dtype=plan.dtype)
     opt = build(plan, model, model, **plan.alone)
     for step in range(plan.steps):
@@ -285,9 +281,8 @@ def train(plan: Plan) -> Trained:
         opt.zero_grad()
         parts = list(micro_batches(plan, step, rank))
         for i, (x, y, weight) in enumerate(parts):
-            waits = with_ddp and i < len(parts) - 1
             # DDP itself fails where a static graph is first seen under no_sync.
-            waits = waits and not (static and step == 0)
+            waits = with_ddp and i < len(parts) - 1 and not (static and step == 0)
             with wrapped.no_sync() if waits else contextlib.nullcontext():
                 loss = F.cross_entropy(wrapped(x), y) * weight * plan.loss_scale
                 loss.backward()
@@ -300,9 +295,8 @@ def train(plan: Plan) -> Trained:
 def error(actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> float:
     """The largest difference of a tensor, relative to its norm."""
     assert actual.keys() == expected.keys()
-    pairs = [(actual[name], expected[name]) for name in expected]
-    assert all(a.isfinite().all() for a, _ in pairs)  # max would pass by what is none
-    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    assert all(x.isfinite().all() for x in actual.values())  # max would pass by what is none
+    return max(float((actual[name] - x).norm() / x.norm()) for name, x in expected.items())
 
 
 def assert_alike(ranks: Sequence[dict[str, Tensor]]) -> None:

@@ -7,7 +7,7 @@ tree if it is left out, with its uncommitted changes.
 ``--sets`` chooses option sets by a pattern, ``--worlds`` numbers of ranks.
 ``--ignore`` leaves out what a change is meant to alter: a pattern, searched for in texts such as
 ``state head.weight: kfac_status``, ``memory pending`` and ``volume gradients``.
-``--write-golden [FILE]`` writes names, shapes and dtypes of the states of one process.
+``--write-golden`` writes names, shapes and dtypes of the states of one process.
 
 Only public names of the package are used here, so that one driver serves both revisions.
 """
@@ -125,7 +125,7 @@ class Case:
 
 
 brain = torch.bfloat16
-inverse = {"compute_method": "inverse"}
+inverse, hybrid = {"compute_method": "inverse"}, {"grad_worker_fraction": 0.5}
 CASES: dict[str, Case] = {
     "eigen": Case(),
     "tokens": Case("tokens"),
@@ -148,10 +148,8 @@ CASES: dict[str, Case] = {
     "layer-wise adam": Case("tokens", "KFACAdam", {"assignment": "layer-wise"}, worlds=(2, 4)),
     "opt": Case("chain", options={"assignment": "opt"}, worlds=(2, 4)),
     "hybrid": Case("tokens", options={"assignment": "hybrid"}, worlds=(2, 4)),
-    "hybrid lamb": Case("chain", "KFACLAMB", {"grad_worker_fraction": 0.5}, worlds=(4,)),
-    "hybrid small buckets": Case(
-        options={"grad_worker_fraction": 0.5, "bucket_cap_mb": 1e-3}, worlds=(2, 4)
-    ),
+    "hybrid lamb": Case("chain", "KFACLAMB", hybrid, worlds=(4,)),
+    "hybrid small buckets": Case(options={**hybrid, "bucket_cap_mb": 1e-3}, worlds=(2, 4)),
     "accumulation": Case(micro=2),
     "fraction": Case("tokens", options={"statistics_fraction": 0.5}),
     "reduce": Case("tokens", options={"weight_sharing": "reduce"}),
@@ -229,12 +227,10 @@ def backward(case: Case, model: nn.Module, opt: Any, step: int, rank: int, world
         if case.draws:
             opt.preconditioner.sample_fisher(outputs, "cross_entropy")
         (F.cross_entropy(outputs.flatten(0, -2), ys.flatten()) / case.micro).backward()
-    if world > 1 and not case.sharded:
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat)
-        for grad, mean in zip(grads, (flat / world).split([g.numel() for g in grads]), strict=True):
-            grad.copy_(mean.view_as(grad))
+    for p in model.parameters() if world > 1 and not case.sharded else ():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad /= world
 
 
 def train(case: Case, steps: int = STEPS) -> dict[str, Any]:
@@ -246,12 +242,12 @@ def train(case: Case, steps: int = STEPS) -> dict[str, Any]:
         if case.freezes and step in (7, 12):
             model.get_submodule(case.freezes).requires_grad_(step == 12)
         if case.resumes and step == 11:
-            saved = io.BytesIO()
-            states = [complete_state(opt)]
+            saved, states = io.BytesIO(), [complete_state(opt)]
             if world > 1:
                 dist.broadcast_object_list(states)
             torch.save((model.state_dict(), states[0]), saved)
-            weights, state = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+            saved.seek(0)
+            weights, state = torch.load(saved, weights_only=True)
             model, opt = prepared(case)
             model.load_state_dict(weights)
             opt.load_state_dict(state)
@@ -259,9 +255,9 @@ def train(case: Case, steps: int = STEPS) -> dict[str, Any]:
         backward(case, model, opt, step, rank, world)
         opt.step()
         seen |= {f"step {step}: {name}": bits(p) for name, p in model.named_parameters()}
-    seen |= {f"memory {key}": size for key, size in opt.preconditioner.memory_usage().items()}
-    volume = opt.preconditioner.communication_volume()
-    seen |= {f"volume {key}": size for key, size in volume.items()}
+    kfac = opt.preconditioner
+    seen |= {f"memory {key}": size for key, size in kfac.memory_usage().items()}
+    seen |= {f"volume {key}": size for key, size in kfac.communication_volume().items()}
     # Consolidated on rank 0; other ranks' states are their own parts, as are shards.
     state = complete_state(opt)
     names = {p: name for name, p in model.named_parameters()}
@@ -334,8 +330,7 @@ def run_revision(tree: str, names: list[str], worlds: list[int]) -> Results:
             if any([rank.wait() for rank in ranks]):
                 raise SystemExit(f"{tree}: no training on {world} ranks")
             for i in range(world):
-                path = Path(out, f"{i}.json")
-                found[f"world {world}, rank {i}"] = json.loads(path.read_text())
+                found[f"world {world}, rank {i}"] = json.loads(Path(out, f"{i}.json").read_text())
     return found
 
 
@@ -380,14 +375,14 @@ def compare(pair: list[str], names: list[str], worlds: list[int], ignored: str) 
 
 def golden() -> dict[str, Any]:
     """Return names, shapes and dtypes of each case's state after some steps of one process."""
-    result: dict[str, Any] = {}
+    chosen = {n: case for n, case in CASES.items() if 1 in case.worlds and not case.resumes}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, case in CASES.items():
-            if 1 in case.worlds and not case.resumes:
-                state = (x for x in train(case, steps=2).items() if x[0].startswith("state "))
-                result[name] = {key.removeprefix("state "): value[:2] for key, value in state}
-    return result
+        trained = {name: train(case, steps=2).items() for name, case in chosen.items()}
+    return {
+        name: {key.removeprefix("state "): x[:2] for key, x in seen if key.startswith("state ")}
+        for name, seen in trained.items()
+    }
 
 
 def main() -> None:
@@ -398,7 +393,7 @@ def main() -> None:
     parser.add_argument("--sets", default="", help="a pattern of the cases' names")
     parser.add_argument("--worlds", default=",".join(map(str, WORLDS)))
     parser.add_argument("--ignore", default="", help="a pattern of what may differ")
-    parser.add_argument("--write-golden", nargs="?", const=str(GOLDEN), metavar="FILE")
+    parser.add_argument("--write-golden", action="store_true")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     given = parser.parse_args()
     names = [name for name in CASES if re.search(given.sets, name)]
@@ -406,7 +401,7 @@ def main() -> None:
     if given.train:
         train_all(*json.loads(given.train))
     elif given.write_golden:
-        Path(given.write_golden).write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
+        GOLDEN.write_text(json.dumps(golden(), separators=(",", ":")) + "\n")
     elif not 1 <= len(given.revisions) <= 2 or not names:
         parser.error("name one or two revisions, and sets that there are")
     else:

@@ -14,7 +14,6 @@ import gc
 import io
 import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -48,7 +47,7 @@ class Outcome(NamedTuple):
 class RankError(Exception):
     """Some ranks have failed; ``errors`` has type and text by rank, the earliest first.
 
-    Ranks that were still busy half a second later are not in it.
+    Ranks that were still busy two seconds later are not in it.
     """
 
     def __init__(self, message: str, errors: dict[int, str]) -> None:
@@ -74,9 +73,7 @@ def run(
     all ranks may take their time, and the list is one of ``Outcome``.
     """
     job = _packed((function, args))  # fails here, before there are ranks to be disturbed
-    pool = _Pool(world) if own or world not in _POOLS else _POOLS[world]
-    if not own:
-        _POOLS[world] = pool
+    pool = _Pool(world) if own else _POOLS.get(world) or _POOLS.setdefault(world, _Pool(world))
     try:
         return pool.run(job, function, timeout, expect_errors)
     finally:
@@ -99,10 +96,6 @@ class _Reply(NamedTuple):
     error: str | None = None
     trace: str = ""
 
-    @property
-    def what(self) -> str:
-        return f"raised {self.error}" if self.trace else str(self.error)
-
 
 # Ranks are forks of one process that has imported what they need: a rank that imports torch and the
 # package itself takes two seconds to start. Coverage starts in the ranks only, because lines that
@@ -121,17 +114,6 @@ def start_quickly() -> None:
 _TRACE = "COVERAGE_PROCESS_CONFIG"  # makes coverage start in processes that find it
 
 
-@contextlib.contextmanager
-def _untraced() -> Iterator[str | None]:
-    """Hides from processes that start here that coverage is measured, and how; gives that."""
-    setting = os.environ.pop(_TRACE, None)
-    try:
-        yield setting
-    finally:
-        if setting is not None:
-            os.environ[_TRACE] = setting
-
-
 class _Pool:
     def __init__(self, world: int) -> None:
         self.ended = False
@@ -139,14 +121,14 @@ class _Pool:
         self.directory = tempfile.mkdtemp(prefix="ranks-")
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
+        trace = os.environ.pop(_TRACE, None)
         try:
             for rank in range(world):
                 here, there = _CONTEXT.Pipe()
-                with _untraced() as setting:
-                    # One rank is enough: all run nearly the same lines, and tracing is slow.
-                    args = rank, world, self.directory, there, setting if rank == 0 else None
-                    process = _CONTEXT.Process(target=_serve, args=args, name=f"rank {rank}")
-                    process.start()
+                # One rank is enough: all run nearly the same lines, and tracing is slow.
+                args = rank, world, self.directory, there, trace if rank == 0 else None
+                process = _CONTEXT.Process(target=_serve, args=args, name=f"rank {rank}")
+                process.start()
                 there.close()  # so that the end of the process is the end of the pipe
                 self.pipes.append(here)
                 self.processes.append(process)
@@ -154,6 +136,9 @@ class _Pool:
         except BaseException:
             self.kill()
             raise
+        finally:
+            if trace is not None:
+                os.environ[_TRACE] = trace
 
     def run(
         self, job: bytes, function: Callable[..., Any], timeout: float, expect_errors: bool
@@ -182,7 +167,8 @@ class _Pool:
             stacks = self._stacks(missing)
         if failed and not expect_errors:
             lines = [f"{name} failed on {len(failed)} of {len(self.pipes)} ranks"]
-            lines += [f"rank {rank} {reply.what}" for rank, reply in failed.items()]
+            raised = {rank: "raised " if reply.trace else "" for rank, reply in failed.items()}
+            lines += [f"rank {rank} {raised[rank]}{x.error}" for rank, x in failed.items()]
             lines += [f"rank {rank} was still busy" for rank in missing if rank not in failed]
             errors = {rank: str(reply.error) for rank, reply in failed.items()}
             raise RankError("\n".join([*lines, "", *traces[:1], *stacks]), errors)
@@ -210,9 +196,7 @@ class _Pool:
         except (EOFError, OSError):
             self.processes[rank].join(LEAVE)
             return _Reply(error=f"died (exit code {self.processes[rank].exitcode})")
-        reply = _unpacked(answer)
-        assert isinstance(reply, _Reply)
-        return reply
+        return _unpacked(answer)
 
     def _stacks(self, ranks: list[int]) -> list[str]:
         for rank in ranks:
@@ -335,12 +319,7 @@ def _answer(work: Callable[[], Any]) -> bytes:
 
 def _packed(thing: Any) -> bytes:
     buffer = io.BytesIO()
-    torch.save(
-        thing,
-        buffer,
-        pickle_protocol=pickle.HIGHEST_PROTOCOL,
-        _use_new_zipfile_serialization=False,
-    )
+    torch.save(thing, buffer, pickle_protocol=5, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 

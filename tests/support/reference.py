@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.close import assert_close as assert_close
+from tests.support.training import difference
+from tests.support.training import values as parameters_of
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -29,35 +32,15 @@ METHODS = {
 }
 
 
-# ---------------------------------------------------------------- comparing and driving
-
-
-def parameters_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
 
 
 def take_step(opt: torch.optim.Optimizer, module: nn.Module) -> dict[str, Tensor]:
     """One ``opt.step()``; what it subtracted from each parameter."""
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    before = parameters_of(module)
     opt.step()
-    return {name: before[name] - p.detach() for name, p in module.named_parameters()}
-
-
-# ---------------------------------------------------------------- rows
-
-
-def weight_derivatives(output: Tensor, weight: Tensor, pick: Callable[[Tensor], Tensor]) -> Tensor:
-    """``pick(∂o/∂weight)`` for every entry o of ``output``: ``[*output.shape, width]``."""
-    rows = [
-        pick(torch.autograd.grad(entry, weight, retain_graph=True)[0]).reshape(-1)
-        for entry in output.reshape(-1)
-    ]
-    width = pick(weight.detach()).numel()
-    return torch.stack(rows).reshape(*output.shape, width)
+    return difference(before, module)
 
 
 def groups_of(module: nn.Module) -> int:
@@ -83,40 +66,31 @@ def trained(parameter: Tensor | None) -> bool:
 
 def input_rows(module: nn.Module, *args, **kwargs) -> Tensor:
     """What the layer's weight multiplies, from the output's derivatives, then a 1 for a bias."""
-    weight = getattr(module, "weight", None)
-    bias = getattr(module, "bias", None)
+    weight, blocks = getattr(module, "weight", None), groups_of(module)
     output = module.forward(*args, **kwargs)  # without its hooks
     if not trained(weight):
         return torch.ones_like(split_rows(module, output.detach())[..., :1])
-    blocks = groups_of(module)
+    channels, batched = output, output.dim() > 1
+    if isinstance(module, (*CONVS, *TRANSPOSED)):
+        spatial = len(module.kernel_size)
+        channels, batched = output.movedim(-1 - spatial, -1), output.dim() > spatial + 1
+    size = weight.shape[0] // blocks
     rows = []
     for block in range(blocks):
+        channel, part = 0, slice(block * size, (block + 1) * size)
+        place: tuple[Any, ...] = (0,)  # in the derivative by the weight
         if isinstance(module, TRANSPOSED):
-            channel = output.movedim(-1 - len(module.kernel_size), -1)
-            channel = channel[..., block * module.weight.shape[1]]
-            inputs = weight.shape[0] // blocks
-            part = weight_derivatives(
-                channel,
-                weight,
-                lambda d, i=block, n=inputs: d[i * n : (i + 1) * n, 0],
-            )
+            channel, place = block * weight.shape[1], (part, 0)
         elif isinstance(module, CONVS):
-            first = block * (weight.shape[0] // blocks)
-            channel = output.movedim(-1 - len(module.kernel_size), -1)[..., first]
-            part = weight_derivatives(channel, weight, lambda d, o=first: d[o])
+            channel, place = part.start, (part.start,)
         elif isinstance(module, nn.Embedding):
-            part = weight_derivatives(output[..., 0], weight, lambda d: d[:, 0])
-        else:
-            part = weight_derivatives(output[..., 0], weight, lambda d: d[0])
-        if isinstance(module, (*CONVS, *TRANSPOSED)):
-            batched = output.dim() == len(module.kernel_size) + 2
-        else:
-            batched = output.dim() > 1
-        if not batched:
-            part = part[None]
-        rows.append(part.reshape(part.shape[0], -1, part.shape[-1]))
+            place = (slice(None), 0)
+        entries = channels[..., channel]
+        whole = [torch.autograd.grad(x, weight, retain_graph=True)[0] for x in entries.flatten()]
+        parts = torch.stack([derivative[place].flatten() for derivative in whole])
+        rows.append(parts.reshape(len(entries) if batched else 1, -1, parts.shape[1]))
     stacked = torch.stack(rows)
-    if trained(bias):
+    if trained(getattr(module, "bias", None)):
         stacked = torch.cat([stacked, torch.ones_like(stacked[..., :1])], dim=-1)
     return stacked
 
@@ -147,9 +121,6 @@ def matrix(module: nn.Module, weight: Tensor | None, bias: Tensor | None) -> Ten
     if bias is not None:
         parts.append(bias.reshape(blocks, -1, 1))
     return torch.cat(parts, dim=-1)
-
-
-# ---------------------------------------------------------------- factors and the dense system
 
 
 def factors(
@@ -212,10 +183,8 @@ def ggn(net: nn.Module, name: str, x: Tensor, hessians: Tensor) -> Tensor:
     weight, bias = jacobians.get(f"{name}.weight"), jacobians.get(f"{name}.bias")
     total = 0
     for n, hessian in enumerate(hessians):
-        rows = [
-            matrix(layer, weight[n, o], None if bias is None else bias[n, o]).flatten()
-            for o in range(hessian.shape[0])
-        ]
+        biases = [None] * len(hessian) if bias is None else bias[n]
+        rows = [matrix(layer, w, b).flatten() for w, b in zip(weight[n], biases, strict=True)]
         jacobian = torch.stack(rows).detach()
         total = total + jacobian.T @ hessian @ jacobian
     return total

@@ -7,7 +7,8 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, chain, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, options
 from kaisa_optim.curvature import refresh
+from kaisa_optim.curvature.lengths import AdamLength, FallLength, SGDLength
 
 
 @contextmanager
@@ -52,6 +54,31 @@ def recorded_warnings(about: str = "") -> Iterator[list[str]]:
 def early(*steps: int) -> Any:
     """Let optimizers that are built under it refresh everything in these steps, too."""
     return mock.patch.object(options, "EARLY", steps)
+
+
+@contextmanager
+def stepped_blocks(with_lengths: bool = False) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Note each layer's momentum and direction, ``[blocks, g, a]``."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def noting(give: Any) -> Any:
+        def noted(length: Any, share: Any, momenta: Any, peaks: Any, base: Any) -> Tensor:
+            whole = [peak * m for peak, m in zip(peaks, chain(*momenta), strict=True)]
+            moved = [d.clone() for d in chain(*share.directions)]
+            terms: Tensor = give(length, share, momenta, peaks, base)
+            if with_lengths:
+                moved = [d.clone() for d in chain(*share.directions)]
+            places = pairwise(accumulate(share.counts, initial=0))
+            for layer, (start, end) in zip(share.layers, places, strict=True):
+                found[layer.name] = torch.stack(whole[start:end]), torch.stack(moved[start:end])
+            return terms
+
+        return noted
+
+    with ExitStack() as stack:
+        for cls in (AdamLength, FallLength, SGDLength):
+            stack.enter_context(mock.patch.object(cls, "give", noting(cls.give)))
+        yield found
 
 
 # Statistics and second-order state anew in every step.
@@ -131,10 +158,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 def assert_near(actual: Any, expected: Any, rtol: float = 1e-8, atol: float = 1e-10) -> None:
-    if isinstance(actual, nn.Module):
-        actual = values(actual)
-    if isinstance(expected, nn.Module):
-        expected = values(expected)
+    actual, expected = (values(x) if isinstance(x, nn.Module) else x for x in (actual, expected))
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
 

@@ -5,22 +5,19 @@ Rows are ``[blocks, rows, width]``; a block is one Kronecker pair.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD
-from kaisa_optim.curvature.lengths import AdamLength, FallLength, SGDLength
 from tests.support.close import assert_close as assert_close
 from tests.support.reference import input_rows, matrix, precondition, split_rows
 from tests.support.reference import take_step as taken
+from tests.support.training import stepped_blocks as stepped_blocks
 
 DAMPING = 0.1
 # Steps are preconditioned gradients, as long as these are.
@@ -149,33 +146,3 @@ def check_step(
         step = matrix_of(module, steps[f"{name}.weight"], steps.get(f"{name}.bias"))
         assert_close(step, solved(*expected, gradient), 1e-8, f"{name}: step")
     return opt
-
-
-@contextmanager
-def stepped_blocks(with_lengths: bool = False) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Note each layer's momentum and direction, ``[blocks, g, a]``."""
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    with contextlib.ExitStack() as stack:
-        for cls in (AdamLength, FallLength, SGDLength):
-
-            def noted(
-                length: Any, share: Any, momenta: Any, peaks: Any, base: Any, real: Any = cls.give
-            ) -> Tensor:
-                whole = [peak * m for peak, m in zip(peaks, _blocks(momenta), strict=True)]
-                moved = [d.clone() for d in _blocks(share.directions)]
-                terms: Tensor = real(length, share, momenta, peaks, base)
-                if with_lengths:
-                    moved = [d.clone() for d in _blocks(share.directions)]
-                start = 0
-                for layer, count in zip(share.layers, share.counts, strict=True):
-                    own = slice(start, start + count)
-                    found[layer.name] = torch.stack(whole[own]), torch.stack(moved[own])
-                    start += count
-                return terms
-
-            stack.enter_context(mock.patch.object(cls, "give", noted))
-        yield found
-
-
-def _blocks(stacks: list[Tensor]) -> list[Tensor]:
-    return [block for stack in stacks for block in stack]

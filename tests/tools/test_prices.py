@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import struct
 
 import pytest
 
+from kaisa_optim import Grid, Hybrid, LayerWise, Opt, Placement, Task
 from kaisa_optim.account import Account
-from kaisa_optim.plan.assignment import (
-    Grid,
-    Hybrid,
-    LayerWise,
-    Opt,
-    Placement,
-    Task,
-    assign,
-    make_grid,
-)
+from kaisa_optim.plan.assignment import assign, make_grid
 from kaisa_optim.plan.facts import LayerFacts, Sizes, TensorSpec, Work
 from kaisa_optim.tools import hardware, plan
 from kaisa_optim.tools.choice import Case, Momentum, candidates, price
@@ -27,8 +20,6 @@ from kaisa_optim.tools.pictures import draw_plan, draw_timeline
 from kaisa_optim.tools.prices import Clock, Passes
 from kaisa_optim.tools.simulation import Stage, columns, everyone, rows, run, simulate
 from tests.support.cluster import network
-
-# ---- profiles ----
 
 NAMES = sorted(path.stem for path in PROFILES.glob("*.toml"))
 ROWS = [[100, 1.0, 0.5], [1000, 100.0, 50.0]]
@@ -92,22 +83,15 @@ def test_profiles_of_the_package_say_their_sources(name):
         ({"title": None}, "lacks 'title'"),
         ({"times_ms": {"products": ROWS}}, "lacks 'roots'"),
         ({"links": {"inside": {}}}, "lacks 'gb_per_s'"),
+        (None, "mine.toml is no TOML file"),
     ],
 )
 def test_a_profile_with_a_fault_is_refused_by_name(tmp_path, change, said):
-    values = {name: value for name, value in (PLAIN | change).items() if value is not None}
+    values = {name: x for name, x in (PLAIN | (change or {})).items() if x is not None}
     path = tmp_path / "mine.toml"
-    path.write_text(hardware.text(values))
+    path.write_text("title = " if change is None else hardware.text(values))
     with pytest.raises(ValueError, match=f"Invalid device: .*{said}"):
         hardware.load(path)
-
-
-def test_a_profile_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"Invalid device: 'h200'; choose from .*'h100'"):
-        hardware.load("h200")
-    (tmp_path / "broken.toml").write_text("title = ")
-    with pytest.raises(ValueError, match=r"broken.toml is no TOML file"):
-        hardware.load(tmp_path / "broken.toml")
 
 
 def test_profiles_by_torchs_names_of_devices():
@@ -115,8 +99,6 @@ def test_profiles_by_torchs_names_of_devices():
     assert {title: hardware.named_for("cuda", title) for title in names} == names
     assert hardware.named_for("cpu") == "cpu"
 
-
-# ---- steps ----
 
 HARDWARE = hardware.parse("x", PLAIN)
 SIZES = Sizes((TensorSpec("root", "roots"),), packed=True)
@@ -149,18 +131,10 @@ def test_products_of_a_stack_by_hand():
     assert inverse.precondition([diagonal]) == pytest.approx(product(g) + moved)
 
 
-# ---- strategies and simulated ranks ----
-
 LAYERS = [LayerFacts(Task(f"{i}", 200 + 10 * i, 300), Placement(0, 0)) for i in range(6)]
 CASE = Case(
-    LAYERS,
-    SIZES,
-    POLAR,
-    (10, 20),
-    lambda world: world,
-    weights=10**6,
-    gradients=10**6,
-    base=500,
+    *(LAYERS, SIZES, POLAR, (10, 20), True),
+    **{"weights": 10**6, "gradients": 10**6, "base": 500},
     momenta=[Momentum((x.name,), 4 * x.gradient) for x in LAYERS],
     passes=Passes(1e9, {layer.name: 500 for layer in LAYERS}),
 )
@@ -169,11 +143,8 @@ CASE = Case(
 def test_candidates_are_all_divisors():
     assert [one.strategy for one in candidates(1)] == [LayerWise()]
     assert [one.strategy for one in candidates(7)] == [LayerWise(), Opt()]
-    found = [one.strategy for one in candidates(12)]
     fractions = [Hybrid(n / 12) for n in (2, 3, 4, 6)]
-    assert found == [LayerWise(), *fractions, Opt()]
-    assert [one.title for one in candidates(4)] == ["layer-wise", "2/4 = 0.5", "opt"]
-    assert LayerWise() not in [one.strategy for one in candidates(4, colocate=False)]
+    assert [one.strategy for one in candidates(12)] == [LayerWise(), *fractions, Opt()]
 
 
 def test_a_momentum_of_two_layers_is_kept_wherever_one_of_them_is():
@@ -224,14 +195,9 @@ def test_a_trace_has_a_line_for_each_rank_without_overlaps():
     assert {one["tid"] for one in events} == {0, 1, 2}
     for rank in range(3):
         own = sorted((one["ts"], one["dur"]) for one in events if one["tid"] == rank)
-        ends = [start + length for start, length in own]
-        assert all(
-            end <= start * (1 + 1e-9) for end, (start, _) in zip(ends, own[1:], strict=False)
-        )
-        assert ends[-1] == pytest.approx(1e6 * sum(found.steps), rel=1e-6)
-
-
-# ---- pictures ----
+        for (start, length), (later, _) in itertools.pairwise(own):
+            assert start + length <= later * (1 + 1e-9)
+        assert sum(own[-1]) == pytest.approx(1e6 * sum(found.steps), rel=1e-6)
 
 
 def spy(monkeypatch, name, note):
@@ -248,8 +214,7 @@ def spy(monkeypatch, name, note):
 
 @pytest.mark.parametrize("budget", ["1GB", 20_000, 5_000])
 def test_memory_against_traffic(tmp_path, monkeypatch, budget):
-    lines: list[list[float]] = []
-    titles: list[str] = []
+    lines, titles = [], []
     spy(monkeypatch, "plot", lambda x, y, *_, **__: lines.append([*y]))
     spy(monkeypatch, "annotate", lambda text, *_, **__: titles.append(text))
     found = plan(network("tokens"), 4, budget)
@@ -267,7 +232,7 @@ def test_memory_against_traffic(tmp_path, monkeypatch, budget):
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
-    bars: dict[str, list[tuple[int, float, float]]] = {}
+    bars = {}
 
     def note(ranks, lengths, height, starts, *, label, **_):
         bars[label] = [*zip(ranks, starts, lengths, strict=True)]
@@ -277,7 +242,7 @@ def test_a_timeline_has_a_bar_for_each_event(tmp_path, monkeypatch, world):
     path = tmp_path / "steps.png"
     draw_timeline(found, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    expected: dict[str, list[tuple[int, float, float]]] = {}
+    expected = {}
     for one in found.events:
         if one.step < 2:
             bar = one.rank, 1e3 * one.start, 1e3 * one.seconds

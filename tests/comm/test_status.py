@@ -1,8 +1,9 @@
-"""What ranks tell each other in a step: slots that were missed, errors, intervals, weights."""
+"""What ranks tell each other: differences, slots that were missed, errors, intervals, weights."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -13,14 +14,82 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from kaisa_optim import KFACSGD
+from kaisa_optim import KFACSGD, KFACAdam
 from tests.support import branches, training
 from tests.support.branches import Branches, gathering, output_factor
 from tests.support.ranks import run
-from tests.support.training import ANEW, early, network, warnings_as
+from tests.support.training import (
+    ANEW,
+    assert_same,
+    descend,
+    early,
+    network,
+    recorded_warnings,
+    warnings_as,
+)
 from tests.support.watch import Body, normal
 
 EIGEN = {"compute_method": "eigen"}
+
+# ---- what differs between ranks ----
+
+
+def ordered_otherwise() -> None:
+    names = ("first", "second") if dist.get_rank() == 0 else ("second", "first")
+    model = nn.Sequential()
+    for name in names:
+        model.add_module(name, nn.Linear(3, 3))
+    KFACSGD(model, lr=0.1)
+
+
+def with_a_scaler_on_one_rank() -> None:
+    scaler = 8.0 if dist.get_rank() == 1 else None
+    KFACSGD(nn.Linear(3, 2), lr=0.1, grad_scaler=scaler, **EIGEN)
+
+
+def with_a_tensor_rate_that_one_rank_changed() -> None:
+    model = nn.Linear(3, 2)
+    opt = KFACAdam(model, lr=torch.tensor(0.1))
+    opt.param_groups[0]["lr"].fill_(0.1 if dist.get_rank() else 0.2)
+    descend(opt, model(torch.ones(4, 3)).sum())
+
+
+def refusal(work: Callable[[], None]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        work()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("work", "texts"),
+    [
+        (ordered_otherwise, ["'second'\" stands on rank 1 where rank 0 has", "in one order"]),
+        (with_a_scaler_on_one_rank, ["Invalid grad_scaler: 'given' on rank 1, None on rank 0"]),
+        (with_a_tensor_rate_that_one_rank_changed, ["lr of parameter group 0", "0.2"]),
+    ],
+)
+def test_what_differs_is_named_on_all_ranks(work, texts):
+    for refused in run(2, refusal, work):
+        assert all(text in refused for text in texts)
+
+
+def warned() -> list[str]:
+    """Return the warnings of an uncovered parameter, and of a pattern that matches nothing."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    model.register_module("cell", nn.RNNCell(3, 3, dtype=torch.float64))
+    with recorded_warnings() as texts:
+        opt = KFACSGD(model, lr=0.1, skip_layers="nothing", **EIGEN)
+        x = torch.ones(8, 4, dtype=torch.float64)
+        descend(opt, model.cell(model(x)).square().mean())
+    return texts
+
+
+def test_what_all_ranks_would_say_one_says():
+    first, second = run(2, warned)
+    assert second == []
+    said = "raw gradients:\n  cell", "'nothing'"
+    assert all(any(text in message for message in first) for text in said)
+    assert len(first) == len(said)
 
 
 # ---- layers that are in use in some steps alone ----
@@ -96,8 +165,7 @@ def test_a_missed_slot_is_saved():
     assert missed(resumed) == missed(opt) == {"b": 1}
     found = train(model, opt, range(5, 12), 2)
     assert found == train(other, resumed, range(5, 12), 2) and "b" in found[-1]
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
+    assert_same(model, other)
 
 
 def test_what_is_not_seen_for_long_is_waited_for_in_its_own_slot_alone():
@@ -165,10 +233,10 @@ def changes_an_interval(name: str, ranks: list[int]) -> tuple[str, int, float]:
     for i in range(10):
         opt.zero_grad()
         training.backward(model, i)
-        if i == 2 and torch.distributed.get_rank() in ranks:
+        if i == 2 and dist.get_rank() in ranks:
             setattr(opt.preconditioner, name, 1)
         total = torch.ones(60)
-        torch.distributed.all_reduce(total)
+        dist.all_reduce(total)
         try:
             opt.step()
         except ValueError as error:
@@ -201,7 +269,7 @@ def fails_alone(what: str) -> tuple[str, int]:
     for i in range(4):
         opt.zero_grad()
         training.backward(model, i)
-        odd = i == 2 and torch.distributed.get_rank() == 1
+        odd = i == 2 and dist.get_rank() == 1
         if what == "load" and odd:
             opt.load_state_dict(state)
         broken = mock.patch.object(torch.optim.SGD, "step", raises)
@@ -241,7 +309,7 @@ def drifts(apart: bool) -> tuple[str, int]:
     for i in range(20):
         opt.zero_grad()
         training.backward(model, i)
-        if apart and i >= 4 and torch.distributed.get_rank() == 1:
+        if apart and i >= 4 and dist.get_rank() == 1:
             assert model[2].bias.grad is not None
             model[2].bias.grad += 1e-6
         try:
