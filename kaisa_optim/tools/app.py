@@ -129,9 +129,8 @@ def plan_command(
     with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
-        budget = memory or None
-        settings: dict[str, Any] = {"batch": batch, "device": device, "optimizer": kind}
-        planned = plan(model, ranks, budget, **settings, **options)
+        wanted: dict[str, Any] = {"optimizer": kind, "batch": batch, "device": device, **options}
+        planned = plan(model, ranks, memory or None, **wanted)
     if plot is not None:
         pictures.draw_plan(planned, plot)
     if as_json:
@@ -167,8 +166,8 @@ def simulate_command(
     with contextlib.redirect_stdout(sys.stderr):  # a factory may print
         model, batch = factories.built(factory, arg)
         kind, options = optimizer_of(optimizer), factories.values(option)
-        settings: dict[str, Any] = {"batch": batch, "device": device, "optimizer": kind}
-        planned = plan(model, ranks, **settings, **options)
+        wanted: dict[str, Any] = {"optimizer": kind, "batch": batch, "device": device, **options}
+        planned = plan(model, ranks, **wanted)
         priced = sorted(planned.priced, key=lambda x: x.step)
         world = planned.world
         # A simulation takes longer than a plan: of many, take the fastest and both ends.

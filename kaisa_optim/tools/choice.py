@@ -155,20 +155,16 @@ class Choice:
     case: Case
     hardware: Hardware
     world: int
-    budget: int | None  # bytes on a rank; None: no limit
+    budget: int  # bytes on a rank
     priced: Sequence[Priced]
 
     @property
     def fitting(self) -> list[Priced]:
-        limit = self.budget
-        return [x for x in self.priced if limit is None or x.needs <= limit]
+        return [x for x in self.priced if x.needs <= self.budget]
 
     @property
     def best(self) -> Priced | None:
-        """The candidate with the shortest mean step; of equal ones, the one that needs least.
-
-        Its ``options`` go into the constructor.
-        """
+        """The candidate with the shortest mean step; of equal ones, the one that needs least."""
         return min(self.fitting, key=lambda x: (x.step, x.needs), default=None)
 
     @property
@@ -179,30 +175,25 @@ class Choice:
     @property
     def reason(self) -> str:
         """One sentence: why the best is the best, or how much memory is missing."""
-        best, limit = self.best, self.budget
+        best, limit, least = self.best, self.budget, self.nearest
         if best is None:
-            assert limit is not None
-            least = self.nearest
             return (
                 f"no strategy fits into {shown(limit)}: the smallest, {least.candidate.title}, "
                 f"needs {shown(least.needs)} on its fullest rank, {shown(least.needs - limit)} more"
             )
-        within = "" if limit is None else f" of those that fit into {shown(limit)}"
         if len(self.priced) == 1:
             return f"{best.candidate.title} is the only strategy, and needs {shown(best.needs)}"
-        step = milliseconds(best.step)
         return (
-            f"{best.candidate.title} has the shortest step{within}: {step} ms on average, "
-            f"with {shown(best.needs)} on the fullest rank (estimated within "
+            f"{best.candidate.title} has the shortest step of those that fit into {shown(limit)}: "
+            f"{milliseconds(best.step)} ms on average, with {shown(best.needs)} on the fullest rank (estimated within "
             f"{100 * self.hardware.margin:.0f} %, for {self.hardware.name})"
         )
 
     def refuse_if_none_fits(self) -> Priced:
         """Return the best; raise an error that says what the smallest needs."""
-        best = self.best
-        if best is None:
-            least, fixed = f"{self.nearest.needs:,} bytes", shown(self.case.fixed)
-            remedy = f"give at least {least}, use more ranks, or a lower max_factor_size"
-            why = f"{self.reason}, where weights, gradients and the base's state take {fixed}"
-            raise invalid_because("memory_budget", f"{why}; {remedy}")
-        return best
+        if self.best is not None:
+            return self.best
+        least, fixed = f"{self.nearest.needs:,} bytes", shown(self.case.fixed)
+        remedy = f"give at least {least}, use more ranks, or a lower max_factor_size"
+        why = f"{self.reason}, where weights, gradients and the base's state take {fixed}"
+        raise invalid_because("memory_budget", f"{why}; {remedy}")

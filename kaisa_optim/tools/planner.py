@@ -43,9 +43,8 @@ def plan(
         must = "it must be a K-FAC class, such as KFACAdam or with_kfac(torch.optim.RAdam)"
         raise invalid("optimizer", optimizer, must)
     profile = hardware.load(device)
-    budget = check("memory_budget", 1.0 if memory_budget is None else memory_budget)
-    if memory_budget is None or isinstance(budget, float):
-        budget = int(profile.memory * (1.0 if memory_budget is None else budget or 1.0))
+    budget = check("memory_budget", memory_budget) or 1.0
+    budget = int(profile.memory * budget) if isinstance(budget, float) else budget
     names = "assignment", "grad_worker_fraction"
     asked = {name: options[name] for name in names if options.get(name) is not None}
     if not asked:
@@ -104,11 +103,11 @@ class Plan(Choice):
             f"times are {self.basis} by the profile {profile.name!r}: {profile.title}",
             f"statistics every {case.intervals[0]}, refreshes every {case.intervals[1]} steps; "
             "early refreshes, in the first 160 steps, are not in the means",
-            "ranks hold copies of the model and average gradients, while the backward pass runs",
+            "ranks hold copies of the model and average gradients, while the backward pass runs; "
+            "small networks' passes take longer, since the host's calls are not in them",
         ]
         if not case.passes.operations:
             texts.append("no batch was given: passes and statistics take no time here")
-        texts.append("small networks' passes take longer: the host's calls are not in them")
         return texts
 
     def cells(self) -> list[list[str]]:
@@ -130,12 +129,12 @@ class Plan(Choice):
     @property
     def head(self) -> str:
         """The title of the table: what is planned, and how exact the numbers are."""
-        case, budget = self.case, self.budget
-        limit = "" if budget is None else f", {shown(budget)} each"
+        case = self.case
         return (
-            f"{self.optimizer} on {self.world} ranks of {self.hardware.name}{limit}; weights "
-            f"{shown(case.weights)}, gradients {shown(case.gradients)}, the base's state "
-            f"{shown(case.base)}; bytes are exact, times {self.basis}"
+            f"{self.optimizer} on {self.world} ranks of {self.hardware.name}, "
+            f"{shown(self.budget)} each; weights {shown(case.weights)}, gradients "
+            f"{shown(case.gradients)}, the base's state {shown(case.base)}; bytes are exact, times "
+            f"{self.basis}"
         )
 
     def __repr__(self) -> str:
