@@ -185,8 +185,8 @@ class Choice:
             return f"{best.candidate.title} is the only strategy, and needs {shown(best.needs)}"
         return (
             f"{best.candidate.title} has the shortest step of those that fit into {shown(limit)}: "
-            f"{milliseconds(best.step)} ms on average, with {shown(best.needs)} on the fullest rank "
-            f"(estimated within {100 * self.hardware.margin:.0f} %, for {self.hardware.name})"
+            f"{milliseconds(best.step)} ms on average, with {shown(best.needs)} on the fullest rank"
+            f" (estimated within {100 * self.hardware.margin:.0f} %, for {self.hardware.name})"
         )
 
     def refuse_if_none_fits(self) -> Priced:
