@@ -61,8 +61,9 @@ class Status:
 
     def note_gradients(self, number: int) -> None:
         """Note the layers with a gradient in this step; ranks compare them in the next exchange."""
-        # A quiet step must not ask other ranks. Without these notes, a gradient that one rank
-        # lacks in a quiet step would let the weights drift apart unseen.
+        # A quiet step must not ask other ranks. Until the next exchange, a rank without a gradient
+        # leaves weight and momentum as they are, while others step: without these notes, the
+        # weights would drift apart unseen.
         layers = self._registry.layers
         flags = zip(layers, with_gradient(layers.values()), strict=True)
         graded = [name for name, flag in flags if flag]
@@ -143,8 +144,9 @@ class Status:
             agree.compare_tensors(ranks, weights, must)
             gradients: dict[str, Tensor] = {}
             for title, p in weights.items():
-                if p.grad is not None:
-                    gradients[title.replace("parameter", "the gradient of", 1)] = p.grad
+                # A one for each that is missing: ranks must reduce equally many numbers.
+                gradient = p.new_ones(()) if p.grad is None else p.grad
+                gradients[title.replace("parameter", "the gradient of", 1)] = gradient
             must = "average gradients over all ranks before step(), or use DistributedDataParallel"
             agree.compare_tensors(ranks, gradients, must)
             self.proven = True

@@ -4,6 +4,7 @@ A forward hook passes the layer's output through the tap: an identity of autogra
 input. The pair is complete when the backward pass reaches the tap. So layers used twice, forwards
 without a backward and evaluations beside training cannot mix up the pairs.
 
+    armed:     Schedule.at -> Preconditioner._choose -> Capture.arm, which writes each layer's task
     forward:   _Hook -> Capture._output -> Capture._tap -> Tap.forward, which holds input and Call
     backward:  Tap.backward -> Capture.record -> Layer.moments -> FactorSums.add
 

@@ -25,6 +25,9 @@ _ORTHONORMAL = 0.1  # far above the error of rounding to half precision
 class Rule(ABC):
     """One way from running averages to new gradients; state lies in groups, and not in the rule."""
 
+    # A new rule also needs a name among the values of compute_method, and a branch in make_rule;
+    # another kind of tensor a name in account.KEPT, another decomposition one in tools.hardware.
+
     sizes: Sizes  # the tensors that it keeps and sends
     work: Work  # its operations, which plans price
     scale_free = False  # a scale of the loss changes nothing

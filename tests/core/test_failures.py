@@ -525,11 +525,13 @@ def turns_a_bias(model: nn.Sequential, opt: KFACSGD, trained: bool) -> None:
     model[2].bias.requires_grad_(trained != (dist.get_rank() == 1))
 
 
-def drops_gradients(model: nn.Sequential, opt: KFACSGD) -> Callable[[nn.Module], None]:
+def drops_gradients(
+    model: nn.Sequential, opt: KFACSGD, names: tuple[str, ...] = ("weight", "bias")
+) -> Callable[[nn.Module], None]:
     def drop(model: nn.Module) -> None:
         mean(model)
-        for p in model[2].parameters() if dist.get_rank() > 0 else ():
-            p.grad = None
+        for name in names if dist.get_rank() > 0 else ():
+            model[2].get_parameter(name).grad = None
 
     return drop
 
@@ -566,6 +568,9 @@ CASES = {
         None, adds, ("0.bias", 1.0), at=0, taken=1, options={"skip_layers": ["0"]}
     ),
     "gradients": Case(OTHER_GRADIENTS, averages_nothing, at=0),
+    "a bias's gradient": Case(
+        OTHER_GRADIENTS.replace("0.weight", "2.bias"), drops_gradients, (("bias",),), at=0
+    ),
 }
 for at, (strategy, (world, options)) in itertools.product((0, 2), STRATEGIES.items()):
     text = rf"layer '2' has no gradient on ranks \{[*range(1, world)]}"
