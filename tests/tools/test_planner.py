@@ -217,7 +217,7 @@ def passes_of(net: nn.Module, x: Any, **options: Any) -> Any:
     return plan(net, 1, batch=x, optimizer=KFACSGD, lr=0.1, **options).case.passes
 
 
-def test_rows_and_operations_of_convolutions_and_linear_layers():
+def test_rows_and_operations_of_all_kinds_of_layers():
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
     x = torch.zeros(8, 2, 5, 5)
     found = passes_of(net, x)
@@ -229,9 +229,7 @@ def test_rows_and_operations_of_convolutions_and_linear_layers():
     assert found.touched == 3 * 4 * sum(numbers)
     assert passes_of(net, (x,), statistics_fraction=0.25).rows == {"0": 18, "2": 2}
     assert passes_of(net, {"input": x}) == found
-
-
-def test_attention_sees_a_row_for_each_token():
+    # Attention has a row for each token.
     rows = passes_of(network("tokens"), torch.zeros(6, 3, dtype=torch.long)).rows
     assert rows.pop("head") == 6
     assert set(rows.values()) == {18}
