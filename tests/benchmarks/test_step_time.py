@@ -52,10 +52,6 @@ def test_bert_large_is_the_published_one():
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
 
 
-def process(trainer: Trainer) -> int:
-    return os.getpid()
-
-
 def fail(trainer: Trainer) -> None:
     raise ValueError(trainer.task.title)
 
@@ -68,7 +64,6 @@ def test_a_contestant_trains_in_a_process_of_its_own():
     with contextlib.closing(Apart("resnet32", True, "KFACSGD", "cpu", (2, 4), 1)) as apart:
         here = Trainer(SHORT["resnet32"], "cpu", ours(), (2, 4))
         assert len(apart.run(3)) == len(here.run(3)) == 3
-        assert apart(process) != os.getpid()
         assert apart(steps.preconditioning) == steps.preconditioning(here)
         with pytest.raises(RuntimeError, match=r"in fail\n[^$]*ValueError: ResNet-8"):
             apart(fail)

@@ -348,12 +348,10 @@ def test_work_beside_training_leaves_no_trace(work):
 def storages_of(*modules: nn.Module) -> list[StorageWeakRef]:
     """Note the storages of the outputs of all calls to come."""
     storages: list[StorageWeakRef] = []
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        storages.append(StorageWeakRef(output.untyped_storage()))
-
     for module in modules:
-        module.register_forward_hook(note)
+        module.register_forward_hook(
+            lambda module, args, output: storages.append(StorageWeakRef(output.untyped_storage()))
+        )
     return storages
 
 

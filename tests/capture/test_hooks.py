@@ -63,9 +63,6 @@ def gradients_of(module: nn.Module) -> list[Tensor]:
     return found
 
 
-# ---- which passes count: G is K Σ g gᵀ, of the layer's last pass in its turn ----
-
-
 class Tokens(nn.Module):
     """Of which a trainer calls ``net`` alone; ``token`` sees examples and positions as rows."""
 
@@ -141,6 +138,7 @@ COUNTED: dict[str, tuple[Callable[[], nn.Module], Any, str, Any, int, dict[str, 
 
 @pytest.mark.parametrize("scenario", COUNTED)
 def test_each_pass_that_trains_counts(scenario):
+    """G is K Σ g gᵀ, of the layer's last pass in its turn."""
     make, train, layer, terms, steps, options = COUNTED[scenario]
     model = make()
     opt = KFACSGD(model, lr=0.1, **NEWEST, **options)
@@ -254,9 +252,6 @@ def test_a_pass_on_the_meta_device_gathers_nothing():
     assert not opt.preconditioner.sums.of_layer
 
 
-# ---- what changes around a step ----
-
-
 def test_a_group_added_between_backward_and_step_drops_nothing():
     net = seeded(heads)
     opt = exact([*net.trunk.parameters(), *net.left.parameters()], model=net)
@@ -340,9 +335,6 @@ def test_a_module_that_runs_otherwise_than_its_class_is_not_covered():
     wanted = {f"0.{name}": f"Standardized {uses}" for name in ("weight", "bias")}
     wanted |= {f"2.{name}": f"Linear {uses}" for name in ("weight", "bias")}
     assert opt.preconditioner.uncovered == wanted
-
-
-# ---- torch.compile ----
 
 
 @pytest.fixture
@@ -450,9 +442,6 @@ def test_a_group_added_after_a_compiled_model_was_called_is_captured(fresh_dynam
     assert_factors(opt, "last", wanted)
 
 
-# ---- what taps leave ----
-
-
 def attends(**options: bool) -> nn.Module:
     attention = nn.MultiheadAttention(4, 2, **options)
     return Body(lambda m, x: m.attention(x, x, x)[0], attention=attention)
@@ -499,22 +488,18 @@ def test_no_copies_of_gradients_where_the_output_is_a_view(kind):
     assert opt.preconditioner.layers
 
 
-def tripled(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-    return 3 * output
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_users_forward_hook_that_changes_the_output(first):
     # Its output is not the layer's s, whichever was registered first.
     net, twin = mlp(), mlp()
     watch = Watch(twin, "0")
-    twin[0].register_forward_hook(tripled)
+    twin[0].register_forward_hook(lambda *call: 3 * call[-1])
     fit(X)(twin)
     if first:
-        net[0].register_forward_hook(tripled)
+        net[0].register_forward_hook(lambda *call: 3 * call[-1])
     opt = exact(net)
     if not first:
-        net[0].register_forward_hook(tripled)
+        net[0].register_forward_hook(lambda *call: 3 * call[-1])
     fit(X)(net)
     assert_close(net[0].weight.grad, twin[0].weight.grad)
     opt.step()
