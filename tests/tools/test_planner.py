@@ -29,7 +29,6 @@ INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Return the bytes of the base's state."""
     return sum(
         x.nbytes
         for entry in optimizer.state.values()
