@@ -92,7 +92,7 @@ def plan_of(factory, *arguments):
         (plan_of("net"), "'net'; it must be package.module:factory"),
         (plan_of("no_module:x"), "no_module:x' can't be imported"),
         (plan_of(f"{HERE}:missing"), f"'missing'; see python -c 'import {HERE}'"),
-        (plan_of("builtins:str"), "returned str; it must return a module"),
+        (plan_of("platform:node"), "returned str; it must return a module"),
         (plan_of(NET, "--arg", "depth=3"), "keyword argument 'depth'; give its arguments"),
         (plan_of(NET, "--arg", "a b=1"), "Invalid argument: 'a b=1'; it must be name=value"),
         (plan_of(NET, "--device", "abacus"), "device: 'abacus'; choose from 'a100', 'cpu', 'h100'"),
