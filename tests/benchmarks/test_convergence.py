@@ -368,7 +368,6 @@ def test_first_seeds_come_first_and_runs_that_are_kept_are_not_made_again(
     assert (tmp_path / "rates_digits-256.png").exists()
     # At 0.01, where the base is at its best, ours is above it; at 0.1 it is below.
     assert "KFACAdam               0.01: 1.1!  0.1: 0.5; within 1.1" in capsys.readouterr().out
-    # Settings of the best rate
     found = rates.best_settings(tmp_path, task, ["AdamW", "KFACAdam", "KFACAdam, defaults"])
     betas = {"beta1": 0.9, "beta2": 0.999}
     assert found["AdamW"] == {"lr": 0.01, **betas}

@@ -48,15 +48,8 @@ def test_bert_large_is_the_published_one():
     with torch.device("meta"):
         network = Bert()
         out = network(torch.empty(2, 128, dtype=torch.long))
-    # The published model for masked words; its encoder has a pooler besides, which is not here.
-    assert parameters(network) == 335_174_458
-    encoder = (network.words, network.places, network.kinds, network.norm, network.blocks)
-    assert sum(map(parameters, encoder)) + parameters(nn.Linear(1024, 1024)) == 335_141_888
+    assert parameters(network) == 335_174_458  # the published model for masked words
     assert out.shape == (2, len(range(0, 128, Bert.EVERY)), 30522)
-
-
-def process(trainer: Trainer) -> int:
-    return os.getpid()
 
 
 def fail(trainer: Trainer) -> None:
@@ -71,7 +64,6 @@ def test_a_contestant_trains_in_a_process_of_its_own():
     with contextlib.closing(Apart("resnet32", True, "KFACSGD", "cpu", (2, 4), 1)) as apart:
         here = Trainer(SHORT["resnet32"], "cpu", ours(), (2, 4))
         assert len(apart.run(3)) == len(here.run(3)) == 3
-        assert apart(process) != os.getpid()
         assert apart(steps.preconditioning) == steps.preconditioning(here)
         with pytest.raises(RuntimeError, match=r"in fail\n[^$]*ValueError: ResNet-8"):
             apart(fail)
@@ -159,18 +151,15 @@ def recorded(folder):
     return json.loads((folder / "cuda_trial_rehearsal.json").read_text())
 
 
-@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"proofs", "bert-large"}))
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"bert-large"}))
 def test_each_part_rehearses(tmp_path, name):
     """BERT-Large is timed as ResNet-50 is, and its rehearsal takes as long as all others."""
     assert main(["--rehearse", "--out", str(tmp_path), "--parts", name]) == 0
     part = recorded(tmp_path)["parts"][name]
     assert part["state"] == "done" and part["results"]
-
-
-def test_the_tests_are_run_and_told(tmp_path):
-    assert main(["--rehearse", "--out", str(tmp_path), "--parts", "proofs"]) == 0
-    _, exactness = recorded(tmp_path)["parts"]["proofs"]["results"]
-    assert exactness["code"] == 0 and " passed" in exactness["said"]
+    if name == "proofs":
+        _, exactness = part["results"]
+        assert exactness["code"] == 0 and " passed" in exactness["said"]
 
 
 @pytest.mark.parametrize("steps", [30, 40])

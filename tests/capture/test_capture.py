@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -349,12 +348,10 @@ def test_work_beside_training_leaves_no_trace(work):
 def storages_of(*modules: nn.Module) -> list[StorageWeakRef]:
     """Note the storages of the outputs of all calls to come."""
     storages: list[StorageWeakRef] = []
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        storages.append(StorageWeakRef(output.untyped_storage()))
-
     for module in modules:
-        module.register_forward_hook(note)
+        module.register_forward_hook(
+            lambda module, args, output: storages.append(StorageWeakRef(output.untyped_storage()))
+        )
     return storages
 
 
@@ -410,12 +407,11 @@ def test_frozen_in_the_middle_of_training(frozen):
         net[0].get_parameter(name).requires_grad_(False)
     kept = {name: net[0].get_parameter(name).detach().clone() for name in frozen}
     opt.zero_grad()
-    both = len(frozen) == 2
-    wanted = None if both else expected(net, fit(X), "0", 6.0)
     fit(X)(net)
-    if wanted is None:
+    if len(frozen) == 2:
         opt.step()
     else:
+        wanted = expected(net, fit(X), "0", 6.0)
         assert_step(opt, net, wanted)
         assert_factors(opt, "0", wanted)
     for name, value in kept.items():
@@ -496,15 +492,6 @@ def test_an_empty_first_batch(make, shape, method):
 # ---------------------------------------------------------------- activation checkpointing
 
 
-def selective(policy: Any) -> dict[str, Any]:
-    """Return the options of a checkpoint that keeps outputs by a policy."""
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
-
-    return {"use_reentrant": False, "context_fn": contexts}
-
-
 POLICIES = {"kept": CheckpointPolicy.MUST_SAVE, "remade": CheckpointPolicy.PREFER_RECOMPUTE}
 # Ways to run a part, as ``under`` takes them.
 CHECKPOINTS = {"plain": None, "reentrant": True, "not reentrant": False}
@@ -514,8 +501,10 @@ def under(kind: Any, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Run a part under a checkpoint, reentrant or not, or by a policy; None: without one."""
     if kind is None:
         return part(x)
-    how = {"use_reentrant": kind} if isinstance(kind, bool) else selective(kind)
-    return checkpoint(part, x, **how)
+    if isinstance(kind, bool):
+        return checkpoint(part, x, use_reentrant=kind)
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: kind)
+    return checkpoint(part, x, use_reentrant=False, context_fn=contexts)
 
 
 def block() -> nn.Module:
@@ -635,8 +624,8 @@ def test_checkpointing_still_saves_memory(reentrant, when):
 @pytest.mark.parametrize(
     ("change", "reentrant"),
     [
-        *itertools.product(("paused then", "paused since"), (False, True)),
-        *itertools.product(("due then", "due since"), (False,)),
+        *((f"{what} {when}", False) for what in ("paused", "due") for when in ("then", "since")),
+        *(("paused then", True), ("paused since", True)),
     ],
 )
 def test_a_forward_decides_what_its_checkpoints_gather(change, reentrant):
@@ -948,11 +937,6 @@ def test_data_parallel_is_refused():
     assert not opt.preconditioner.sums.of_layer
 
 
-def attends() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
-    return Body(lambda m, x: m.layer(x), layer=layer)
-
-
 @pytest.mark.parametrize("error", [ConnectionError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["model", "attention"])
 @pytest.mark.parametrize("within", [False, True], ids=["", "under another mode"])
@@ -962,7 +946,7 @@ def test_a_forward_pass_that_was_stopped_leaves_nothing(where, within, error, mo
     def stop(*_: Any, **__: Any) -> Tensor:
         raise error
 
-    runs = [built(seeded(attends)) for _ in range(2)]
+    runs = [built(seeded(partial(encoder, None))) for _ in range(2)]
     net = runs[0][0]
     modes = torch._C._len_torch_function_stack()
     with monkeypatch.context() as patch, pytest.raises(error):

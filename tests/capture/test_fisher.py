@@ -63,9 +63,6 @@ def assert_alike(actual: dict[Any, Tensor], expected: dict[Any, Tensor], rtol: f
         assert_close(actual[key], factor, rtol, str(key))
 
 
-# ---------------------------------------------------------------- scale: the loss's own Hessian
-
-
 def assert_mean(factor: Tensor, expected: Tensor, draws: int) -> None:
     # One draw's entries deviate by no more than about their largest mean; five deviations.
     assert_close(factor, expected, 5 * 1.5 / math.sqrt(draws))
@@ -182,9 +179,6 @@ def test_a_checkpoint_goes_on_with_the_same_draws():
     assert_same(other, model)
 
 
-# ---------------------------------------------------------------- training stays what it was
-
-
 def test_gradients_and_input_factors_are_untouched():
     """Bit for bit; and the rows of A are counted once, however often they were passed."""
     factors, gradients = [], []
@@ -271,7 +265,6 @@ def by_parts(model: nn.Module, opt: Any) -> None:
 
 
 def twice(model: nn.Module, opt: Any) -> None:
-    """Train twice by one graph."""
     outputs = model(ROWS)
     opt.preconditioner.sample_fisher(outputs, "mse")
     outputs.sum().backward(retain_graph=True)
@@ -393,8 +386,6 @@ def test_terms_that_change_their_meaning_after_a_draw_are_refused():
     opt.preconditioner.loss_terms = 5.0
 
 
-# ---------------------------------------------------------------- ranks
-
 PARTS = (slice(0, 3), slice(3, 5)), (slice(5, 9), slice(9, 10))  # each rank's micro-batches
 NETWORK = {"DDP": "tokens", "unused": "tokens", "fully_shard": "chain"}
 
@@ -445,7 +436,6 @@ def on_a_rank(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", NETWORK)
 def test_two_ranks_equal_one_process(how):
-    """Each with ragged micro-batches."""
     if how == "fully_shard" and not CAN_SHARD:
         pytest.skip("fully_shard on CPUs needs torch 2.7")
     ranks = run(2, on_a_rank, how)

@@ -61,8 +61,8 @@ def no_others(thaw):
     gc.freeze()
 
 
-def build(cls, options):
-    model = Mixed()
+def build(cls, options, wrap=lambda model: model):
+    model = wrap(Mixed())
     with warnings_as("ignore"):
         return model, cls(model, lr=0.01, **{**OFTEN, **options})
 
@@ -152,10 +152,8 @@ def test_an_optimizer_ends_with_its_last_name(case):
 def in_circles_on_a_rank(case, fraction):
     torch.manual_seed(0)
     cls, options = CASES[case]
-    model = DistributedDataParallel(Mixed())
-    with warnings_as("ignore"):
-        optimizer = cls(model, lr=0.01, grad_worker_fraction=fraction, **{**OFTEN, **options})
-    return in_circles(model, optimizer)
+    options = {**options, "grad_worker_fraction": fraction}
+    return in_circles(*build(cls, options, DistributedDataParallel))
 
 
 @pytest.mark.parametrize(("case", "fraction"), [("SGD", 0.5), ("inverse", 1), ("Adam", 0.5)])

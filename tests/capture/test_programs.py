@@ -98,8 +98,6 @@ class Program(nn.Module):
         self.notes.append(Rows(parameter, input_dim, a, zero, outputs, first, block or 0, bias))
         return output + zero
 
-    # ---- how it trains ----
-
     def batch(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(number)
         shape = (4 + number, POSITIONS) if self.deep else (4 + number,)
@@ -109,12 +107,9 @@ class Program(nn.Module):
         return x.to(self.dtype).requires_grad_()
 
     def train_once(self) -> None:
-        """Run the passes of one step."""
         for number in range(self.passes):
             out, penalty = self(self.batch(number))
             ((out - 0.3).square().sum() / len(out) + penalty).backward()
-
-    # ---- parameters ----
 
     def matrix(self, home: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, str]:
         """Return a matrix of this shape: a new one of ``home``, or one that is there."""
@@ -459,17 +454,13 @@ def in_place(program: Program, move: Move) -> Move:
     return after
 
 
-def evaluated(program: Program, move: Move) -> Move:
-    return lambda h: (torch.no_grad()(move)(h), move(h))[1]
-
-
 WRAPS: dict[str, Callable[[Program, Move], Move]] = {
     "reentrant": lambda program, move: checkpointed(program, move, True),
     "not_reentrant": checkpointed,
     "twice": twice,
     "in_place": in_place,
     "in_parts": lambda program, move: lambda h: torch.cat([move(h[:2]), move(h[2:])]),
-    "evaluated": evaluated,
+    "evaluated": lambda program, move: lambda h: (torch.no_grad()(move)(h), move(h))[1],
 }
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kaisa_optim import KFACSGD, register_layer
+from tests.capture.test_capture import under
 from tests.capture.test_hooks import OwnKind
 from tests.core.test_ties import Tied
 from tests.layers.test_uses import headed, loss_of, stepped
@@ -24,7 +24,6 @@ A, W = normal(2, 3, seed=4), normal(3, 3, seed=1)
 
 
 def sums_of(opt: Any) -> dict[str, Any]:
-    """Return what layers have gathered, by their names."""
     return {layer.name: sums for layer, sums in opt.preconditioner.sums.of_layer.items()}
 
 
@@ -189,7 +188,7 @@ def test_a_checkpoint_may_recompute_a_module_whose_uses_were_found_since(reentra
         return m.words(F.linear(x, m.words.weight).tanh())
 
     def outer(m: nn.Module, x: Tensor) -> Tensor:
-        return m.head(checkpoint(m.inner, x, use_reentrant=reentrant))
+        return m.head(under(reentrant, m.inner, x))
 
     def make() -> nn.Module:
         part = Body(inner, words=nn.Linear(4, 4, bias=False))
@@ -210,9 +209,7 @@ def checkpointed() -> nn.Module:
     """Return a model that uses a parameter of its own in a checkpoint."""
 
     def use(m: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(
-            lambda x: m.last(F.linear(x, m.w).tanh()), m.first(x), use_reentrant=False
-        )
+        return under(False, lambda x: m.last(F.linear(x, m.w).tanh()), m.first(x))
 
     return Body(use, first=nn.Linear(4, 4), w=torch.eye(4) / 2, last=nn.Linear(4, 2))
 

@@ -149,11 +149,7 @@ def test_a_gradient_with_other_sources_is_told(source):
 def test_what_a_reentrant_checkpoint_hides_is_told(beside):
     """Its backward pass is one of its own, within that of the other uses."""
 
-    class Hides(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
-
+    class Hides(Head):
         def forward(self, x: Tensor) -> Tensor:
             if beside == "a penalty":  # the layer's only call is recomputed
                 return self.head(checkpoint(self.first, x, use_reentrant=True).tanh())

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ INTERVALS = {"factor_update_steps": 2, "inv_update_steps": 3}
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Return the bytes of the base's state."""
     return sum(
         x.nbytes
         for entry in optimizer.state.values()
@@ -217,7 +217,7 @@ def passes_of(net: nn.Module, x: Any, **options: Any) -> Any:
     return plan(net, 1, batch=x, optimizer=KFACSGD, lr=0.1, **options).case.passes
 
 
-def test_rows_and_operations_of_convolutions_and_linear_layers():
+def test_rows_and_operations_of_layers():
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 5))
     x = torch.zeros(8, 2, 5, 5)
     found = passes_of(net, x)
@@ -229,9 +229,7 @@ def test_rows_and_operations_of_convolutions_and_linear_layers():
     assert found.touched == 3 * 4 * sum(numbers)
     assert passes_of(net, (x,), statistics_fraction=0.25).rows == {"0": 18, "2": 2}
     assert passes_of(net, {"input": x}) == found
-
-
-def test_attention_sees_a_row_for_each_token():
+    # Attention has a row for each token.
     rows = passes_of(network("tokens"), torch.zeros(6, 3, dtype=torch.long)).rows
     assert rows.pop("head") == 6
     assert set(rows.values()) == {18}
@@ -251,16 +249,12 @@ def test_scores_of_attention_are_not_written(whole):
     assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
 
 
-class Table:
-    values = None
-
-
 class Rotated(nn.Module):
     """A module that makes tables in its first pass, of a module, in a dict and in an object."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.dict, self.table = nn.Linear(4, 4), {}, Table()
+        self.inner, self.dict, self.table = nn.Linear(4, 4), {}, SimpleNamespace()
         self.scale, self.cos = nn.Parameter(torch.ones(4)), None
 
     def forward(self, x):

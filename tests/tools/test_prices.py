@@ -46,7 +46,7 @@ def test_times_between_and_beyond_the_sizes_that_were_measured():
     assert times.seconds(1000, 0) == 0
 
 
-def test_bytes_to_other_nodes_take_the_slower_link():
+def test_bytes_take_the_slower_link_to_other_nodes_and_a_ring_crosses_it_once():
     found = hardware.parse("x", PLAIN)
     assert found.transfer(10**9, 1, 1) == found.transfer(0, 4, 2) == 0
     assert found.transfer(10**9, 2, 2, calls=0) == pytest.approx(0.1)
@@ -54,10 +54,6 @@ def test_bytes_to_other_nodes_take_the_slower_link():
     assert found.transfer(3 * 10**9, 4, 2, calls=0) == pytest.approx(0.1 + 2)
     calls = found.transfer(3 * 10**9, 4, 2, calls=2) - 2.1
     assert calls == pytest.approx(2 * (50e-6 + 1e-6))
-
-
-def test_a_ring_crosses_each_nodes_line_once():
-    found = hardware.parse("x", PLAIN)
     assert found.ring(10**9, 1) == 0
     assert found.ring(10**9, 2) == pytest.approx(5e-6 + 0.1)
     assert found.ring(10**9, 8) == pytest.approx(50e-6 + 0.5)  # two ranks' shares of the line
