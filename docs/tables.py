@@ -223,8 +223,9 @@ def nanogpt() -> str:
 def first() -> str:
     """Return what the first page claims, in numbers."""
     steps: dict[str, float] = {}
-    for row in nanogpt_rows():  # the best row of each
-        steps.setdefault(row["optimizer"], row.get("steps to the target", math.nan))
+    for row in nanogpt_rows():  # the best row of each, of equally many steps
+        if row["steps"] == ALL_STEPS:
+            steps.setdefault(row["optimizer"], row.get("steps to the target", math.nan))
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
     of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares("AdamW")}
     tasks, share, seconds = of["KFACAdam"]
