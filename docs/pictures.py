@@ -206,13 +206,14 @@ def plot_timeline(plt: Any) -> None:
     schedule = Schedule(traffic.plan("ResNet-50", "opt", 16).layers, True, EARLY)
     steps = range(2 * traffic.REFRESHED + 20)
     work = [schedule.at(step, traffic.GATHERED, traffic.REFRESHED)[:2] for step in steps]
+    work[0] = work[0][1], work[0][1]  # layers without an average gather in any step
     axis.bar(steps, [len(due or ()) for due, _ in work], color=PALE, label="gather statistics")
     downwards = [-len(refreshed) for _, refreshed in work]
     axis.bar(steps, downwards, color=OURS, label="roots found again")
     axis.axhline(0, color="black", linewidth=0.5)
     axis.set(xlabel="step", ylabel="layers")
     axis.set_yticks([-50, 0, 50], ["50", "0", "50"])
-    axis.legend(fontsize=8, loc="right")
+    figure.legend(fontsize=8, loc="outside upper right", ncols=2)
     _save(plt, figure, IMAGES / "timeline.png")
 
 
