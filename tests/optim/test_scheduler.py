@@ -98,11 +98,6 @@ def test_the_values_reach_the_step(method):
         scheduler.step()
 
 
-def test_decay_at():
-    assert decay_at([40, 80], 0.5) == {40: 0.5, 80: 0.5}
-    assert decay_at(range(2), 3) == {0: 3, 1: 3}
-
-
 def test_each_group_from_its_own_value_also_one_that_came_later():
     model = network()
     opt = KFACSGD(model[0].parameters(), lr=0.1, model=model, damping=0.1)
@@ -115,31 +110,6 @@ def test_each_group_from_its_own_value_also_one_that_came_later():
     again = KFACParamScheduler(opt, damping=lambda e: 0.5)
     again.load_state_dict(scheduler.state_dict())
     assert [g["damping"] for g in opt.param_groups] == expected
-
-
-SCHEDULES: dict[str, Any] = {
-    "damping": lambda epoch: 0.9**epoch,
-    "factor_decay": {2: 0.9},
-    "kl_clip": {1: 0.5, 3: 0.5},
-    "factor_update_steps": {2: 0.1},
-    "inv_update_steps": lambda epoch: 0.7,
-}
-
-
-@pytest.mark.parametrize("taken", [0, 3])
-def test_resume(taken, tmp_path):
-    opt, other = optimizer(), optimizer()
-    scheduler = KFACParamScheduler(opt, **SCHEDULES)
-    for _ in range(taken):
-        scheduler.step()
-    torch.save(scheduler.state_dict(), tmp_path / "state")
-    resumed = KFACParamScheduler(other, **SCHEDULES)
-    resumed.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
-    assert resumed.last_epoch == taken
-    for _ in range(5):
-        assert read(other) == read(opt)
-        scheduler.step()
-        resumed.step()
 
 
 def stepped(**schedules: Any) -> None:
