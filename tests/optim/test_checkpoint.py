@@ -126,7 +126,8 @@ def test_continuation_bit_for_bit_at_every_point_of_an_interval(base, method, pl
         saved.append(disk([x.state_dict() for x in (model, opt, *old)], tmp_path / "next"))
 
     train(model, opt, range(12), save)
-    for taken in range(8):
+    # Adagrad has a state before the first step, which is loaded with a warning.
+    for taken in range(0 if base != "Adagrad" else 1, 8):
         other, fresh = pair(cls, dtype, seed=5, **options)
         new = schedules(fresh) if plan == "scheduled" else []
         with warnings_as("error"):
@@ -536,7 +537,8 @@ def test_ranks_go_on_alike_from_shares(name, own, paused, frozen):
     (one, texts), (other, _) = run(2, going_on, name, own, paused, frozen)
     assert one == other
     assert all(map(math.isfinite, one))
-    assert any("ranks have loaded different parts of the state of '" in text for text in texts)
+    told = "ranks have loaded different parts of the state of '"
+    assert frozen or any(told in text for text in texts)
 
 
 def test_a_base_may_keep_values_beside_entries():
