@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from kaisa_optim import KFACSGD, KFACAdam
+from tests.core.test_rank_checkpoints import refusal
 from tests.support import branches, training
 from tests.support.branches import Branches, gathering, output_factor
 from tests.support.ranks import run
@@ -52,12 +52,6 @@ def with_a_tensor_rate_that_one_rank_changed() -> None:
     opt = KFACAdam(model, lr=torch.tensor(0.1))
     opt.param_groups[0]["lr"].fill_(0.1 if dist.get_rank() else 0.2)
     descend(opt, model(torch.ones(4, 3)).sum())
-
-
-def refusal(work: Callable[[], None]) -> str:
-    with pytest.raises((RuntimeError, ValueError)) as caught:
-        work()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -591,11 +591,10 @@ rare = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
 for name in ("factor_update_steps", "inv_update_steps"):  # they act where all exchange
     text = f"Invalid {name}: 1 on rank 1"
     CASES[name] = Case(text, sets, (name,), at=2, taken=2, options=rare)
-# Weights of step 6 meet the next exchange. Receivers take the worker's direction, whatever gradient
-# they have.
+# Weights of step 6 meet the next exchange.
 rare = {"factor_update_steps": 2, "inv_update_steps": 100, "staggered": False, "verify_every": 3}
 rare["assignment"] = "opt"
-text = r"parameter '0.weight' in step 6 on ranks \[1\] differs from rank 0's.*average gradients"
+text = r"parameter '2.weight' in step 6 on ranks \[1\] differs from rank 0's.*average gradients"
 CASES["a drift"] = Case(text, drifts, (1e-6,), at=4, taken=2, options=rare, world=2)
 CASES["no drift"] = Case(None, drifts, (0.0,), at=4, taken=16, options=rare, world=2)
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
-    set_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
 )
 
 from kaisa_optim import KFACSGD, KFACAdam, with_kfac
@@ -304,10 +305,10 @@ def load(model: nn.Module, opt: Any, way: str, path: str) -> None:
         return
     if how.broadcast_from_rank0 and rank() > 0:
         saved = {"model": {}, "optimizer": {}}
-    loaded = {"model_state_dict": saved["model"], "optim_state_dict": saved["optimizer"]}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        set_state_dict(model, opt, **loaded, options=how)
+        set_model_state_dict(model, saved["model"], options=how)
+        set_optimizer_state_dict(model, opt, saved["optimizer"], options=how)
 
 
 def goes_on(plan: Plan, way: str, path: str, at: int, frozen: tuple[str, ...]) -> list[Any]:
