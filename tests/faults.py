@@ -115,7 +115,7 @@ FAULTS = (
           "capture/test_uses.py -k no_grad_made"),
     Fault("a table that a matrix is tied to has a whole factor of its rows", "model.py",
           "next((layer for layer in users if layer.diagonal_input), users[0])",
-          "users[-1]", "core/test_ties.py"),
+          "users[-1]", "core/test_coverage.py -k tied_weight"),
     # ---- curvature ----
     Fault("G is not divided by its rows", "preconditioner.py",
           "square / total.terms if total.terms else 0.0", "square",

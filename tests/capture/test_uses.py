@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kaisa_optim import KFACSGD, register_layer
 from tests.capture.test_capture import under
 from tests.capture.test_hooks import OwnKind
-from tests.core.test_ties import Tied
+from tests.core.test_coverage import Tied
 from tests.layers.test_uses import headed, loss_of, stepped
 from tests.support.training import descend
 from tests.support.watch import Body, assert_close, built, exact, normal, seeded, taken

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations, prune
 from kaisa_optim import KFACSGD, KFACAdam, Layer, register_layer
 from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import backward, descend, network, train, warnings_as
-from tests.support.watch import Body, assert_close, exact, normal, seeded, taken
+from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
 
 SCALES = "scales or shifts entries: the base optimizer steps it"
 
@@ -278,14 +278,9 @@ def test_parts_in_torchscript_are_left_to_the_base(cls, whole, compiled):
         for name in left if cls is KFACSGD else ():
             assert_close(steps[name], 0.1 * gradients[name], 1e-10)
     opt.load_state_dict(opt.state_dict())
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("compiled", SCRIPTS.values(), ids=SCRIPTS)
-def test_a_model_in_torchscript_is_refused_with_the_reason(compiled):
     said = "no layer that K-FAC covers .*TorchScript runs its calls"
     with pytest.raises(ValueError, match=said):
-        KFACSGD(compiled(nn.Linear(4, 4).double()), lr=0.1)
+        cls(net[0], lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -315,15 +310,14 @@ def test_a_bias_of_projections_of_which_one_is_not_covered():
     torch.manual_seed(0)
     attention = nn.MultiheadAttention(6, 2, batch_first=True, kdim=4, vdim=4)
     attention.v_proj_weight = attention.k_proj_weight
-    model = nn.ModuleList([attention, nn.Linear(6, 6)])
+    parts = {"attention": attention, "head": nn.Linear(6, 6)}
+    model = Body(lambda m, x: m.head(m.attention(x, x[..., :4], x[..., :4])[0]), **parts)
     with pytest.warns(UserWarning, match="in_proj_bias: 18, the bias of a MultiheadAtt"):
         opt = KFACSGD(model, lr=0.1)
-    assert opt.preconditioner.layers["0.q_proj"].covers == (True, False)
-    x = torch.randn(8, 3, 6)
-    model[1](attention(x, x[..., :4], x[..., :4])[0]).square().mean().backward()
-    gradient, before = attention.in_proj_bias.grad.clone(), attention.in_proj_bias.detach().clone()
-    opt.step()
-    torch.testing.assert_close(attention.in_proj_bias, before - 0.1 * gradient)
+    assert opt.preconditioner.layers["attention.q_proj"].covers == (True, False)
+    gradients, steps = stepped(model, opt, torch.randn(8, 3, 6))
+    bias = "attention.in_proj_bias"
+    torch.testing.assert_close(steps[bias], 0.1 * gradients[bias])
 
 
 def test_papers_normalization_covers_what_the_papers_cover():
@@ -446,6 +440,103 @@ def test_users_kind_replaces_a_registered_one_and_claims_its_parts():
     opt = noisy(nn.Sequential(Pair(), nn.Linear(2, 2)))
     assert list(opt.preconditioner.layers) == ["0", "1"]
     assert set(opt.preconditioner.uncovered) == {"0.part.weight", "0.part.bias"}
+
+
+# ---- weights that several modules share: one layer takes the rows of all uses ----
+
+
+class Tied(nn.Module):
+    """A table that is the head's weight, too: by registration, or in the forward's code alone."""
+
+    def __init__(self, *, bias: bool = False, registered: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 3)
+        self.body = nn.Linear(3, 3)
+        if registered:
+            self.head = nn.Linear(3, 7, bias=bias)
+            self.head.weight = self.words.weight
+        self.registered = registered
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(self.words(x)).tanh()
+        return self.head(hidden) if self.registered else F.linear(hidden, self.words.weight)
+
+
+def tied_rows(net: nn.Module, x: Tensor) -> list[Tensor]:
+    """One-hot rows and ∂L/∂s of the table, then inputs and ∂L/∂s of the head."""
+    words = net.words(x).detach().requires_grad_()
+    hidden = net.body(words).tanh()
+    logits = net.head(hidden)
+    logits.retain_grad()
+    F.cross_entropy(logits.flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    one_hot = F.one_hot(x.flatten(), len(net.words.weight)).double()
+    pairs = one_hot, words.grad.flatten(0, -2), hidden.detach().flatten(0, -2)
+    return [*pairs, logits.grad.flatten(0, -2)]
+
+
+def tied_step(net: nn.Module, x: Tensor, **options):
+    opt = exact(net, loss_terms="positions", **options)
+    F.cross_entropy(net(x).flatten(0, -2), x.roll(1, -1).flatten()).backward()
+    gradient = net.words.weight.grad.clone()
+    return opt, gradient, taken(opt, net)["words.weight"]
+
+
+def test_a_tied_weight_adds_two_products_up_as_one():
+    net = seeded(Tied)
+    x = torch.tensor([[0, 3, 3, 1], [6, 1, 0, 2]])
+    one_hot, words, hidden, logits = tied_rows(copy.deepcopy(net), x)
+    n = x.numel()
+    first = one_hot.T @ one_hot / n, n * words.T @ words
+    second = (n * logits.T @ logits).diagonal().diag(), hidden.T @ hidden / n
+    dense = sum(torch.kron(v, d) for v, d in (first, second))
+    opt, gradient, step = tied_step(net, x)
+    a, g = opt.preconditioner.factors("words")
+    product = torch.kron(a[0].diag(), g[0])
+    assert_close(product.trace(), dense.trace())
+    # Nearer than either product alone, with its trace made whole.
+    best = torch.linalg.norm(product - dense)
+    for v, d in (first, second):
+        alone = torch.kron(v, d)
+        scaled = alone * dense.trace() / alone.trace()
+        assert best < torch.linalg.norm(scaled - dense)
+    assert best < 0.5 * torch.linalg.norm(dense)
+    assert_close(step, solved(g, a[0].diag()[None], gradient[None])[0], 1e-8)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_one_use_alone_of_a_tied_weight_is_exact(trained):
+    """The table's own rows have no gradient, or a zero, and the head is a linear layer."""
+    net, plain = seeded(Tied), seeded(Tied)
+    plain.head.weight = nn.Parameter(plain.words.weight.detach().clone())
+    x = normal(6, 3)
+    steps = []
+    for one in (net, plain):
+        opt = exact(one, max_factor_size=6)
+        with torch.set_grad_enabled(trained):
+            hidden = one.words(torch.arange(6))
+        loss_of(one.head(0 * hidden + x)).backward()
+        steps.append(taken(opt, one))
+    assert_close(steps[0]["words.weight"], steps[1]["head.weight"], 1e-9)
+
+
+def test_several_linear_layers_of_one_weight_are_one_with_all_their_rows():
+    x, weight, steps = normal(6, 3), normal(3, 3, seed=2), []
+    one = nn.Linear(3, 3, bias=False)
+    for second in (nn.Linear(3, 3, bias=False), one):
+        one.weight = second.weight = nn.Parameter(weight.clone())
+        twice = Body(lambda m, x: m.second(m.first(x).tanh()), first=one, second=second)
+        opt = exact(twice)
+        loss_of(twice(x)).backward()
+        steps.append(taken(opt, twice)["first.weight"])
+        assert opt.preconditioner.coverage().share == 1
+    assert_close(*steps, 1e-9)
+
+
+def test_the_base_steps_the_bias_beside_a_tied_weight():
+    net = seeded(lambda: Tied(bias=True))
+    opt, _, _ = tied_step(net, torch.tensor([[0, 3, 3, 1]]))
+    assert list(opt.preconditioner.layers) == ["words", "body"]
+    assert opt.preconditioner.coverage().left == {"head.bias": (7, SCALES)}
 
 
 # ---- parameters that were replaced ----

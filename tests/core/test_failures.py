@@ -26,6 +26,7 @@ from kaisa_optim.capture.witness import Witness
 from kaisa_optim.comm import ranks as comm_ranks
 from kaisa_optim.layers import base as layer_base
 from kaisa_optim.linalg import products
+from kaisa_optim.options import SETTABLE
 from kaisa_optim.preconditioner import Preconditioner
 from tests.support import groups
 from tests.support.ranks import fresh, run
@@ -481,8 +482,8 @@ class Case(NamedTuple):
 
 
 def sets(model: nn.Sequential, opt: KFACSGD, name: str) -> None:
-    if dist.get_rank() == 1 and name == "kl_clip":
-        opt.preconditioner.kl_clip = 0.5
+    if dist.get_rank() == 1 and name in SETTABLE:
+        setattr(opt.preconditioner, name, 0.5 if name == "kl_clip" else 1)
     elif dist.get_rank() == 1:
         opt.param_groups[0][name] = 0.5
 
@@ -536,6 +537,16 @@ def drops_gradients(
     return drop
 
 
+def drifts(model: nn.Sequential, opt: KFACSGD, size: float) -> Callable[[nn.Module], None]:
+    """From here on rank 1 goes by a gradient of its own in one parameter."""
+
+    def drift(model: nn.Module) -> None:
+        mean(model)
+        model[2].bias.grad += size * (dist.get_rank() == 1)
+
+    return drift
+
+
 def averages_nothing(model: nn.Sequential, opt: KFACSGD) -> Callable[[nn.Module], None]:
     return lambda model: None
 
@@ -581,6 +592,16 @@ for often in (1, 3):  # ranks learn of it in the next step that exchanges anythi
         text, args = f"Invalid {name}: .*on rank 1", (name.split()[0],)
         CASES[f"{name}, {often}"] = Case(text, sets, args, taken=often - 1, options=rare | more)
 CASES["a trained bias"] = Case("'2'", turns_a_bias, (False,), at=0, taken=2, options=rare)
+rare = {"factor_update_steps": 4, "inv_update_steps": 4, "staggered": False}
+for name in ("factor_update_steps", "inv_update_steps"):  # they act where all exchange
+    text = f"Invalid {name}: 1 on rank 1"
+    CASES[name] = Case(text, sets, (name,), at=2, taken=2, options=rare)
+# Weights of step 6 meet the next exchange.
+rare = {"factor_update_steps": 2, "inv_update_steps": 100, "staggered": False, "verify_every": 3}
+rare["assignment"] = "opt"
+text = r"parameter '2.weight' in step 6 on ranks \[1\] differs from rank 0's.*average gradients"
+CASES["a drift"] = Case(text, drifts, (1e-6,), at=4, taken=2, options=rare, world=2)
+CASES["no drift"] = Case(None, drifts, (0.0,), at=4, taken=16, options=rare, world=2)
 
 
 def happens(name: str) -> tuple[Ended, int]:

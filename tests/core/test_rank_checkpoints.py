@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 
@@ -262,14 +263,19 @@ WAYS: dict[str, StateDictOptions | None] = {
 }
 
 
+def state_dicts(model: nn.Module, opt: Any, way: str) -> dict[str, Any]:
+    how = WAYS[way]
+    if how is None:
+        return {"model": model.state_dict(), "optimizer": opt.state_dict()}
+    return dict(zip(("model", "optimizer"), get_state_dict(model, opt, options=how), strict=True))
+
+
 def save(model: nn.Module, opt: Any, way: str, path: str) -> None:
     keeper = world() - 1 if way == "whole" else 0
     if way.startswith(("whole", "full")):
         opt.consolidate_state_dict(to=keeper)
     with warnings_as("error" if way == "whole" and rank() == keeper else "ignore"):
-        how = WAYS[way]
-        state = get_optimizer_state_dict(model, opt, options=how) if how else opt.state_dict()
-    saved = {"model": model.state_dict(), "optimizer": state}
+        saved = state_dicts(model, opt, way)
     if way.startswith("dcp"):
         dcp.save(saved, checkpoint_id=path)
     elif way == "shares":
@@ -285,23 +291,24 @@ def load(model: nn.Module, opt: Any, way: str, path: str) -> None:
     if way.startswith("dcp"):
         before = weights(model)
         with warnings_as("ignore"):
-            template = get_optimizer_state_dict(model, opt, options=WAYS[way])
+            saved = state_dicts(model, opt, way)
         # It steps once, with zero gradients and lr 0.
         assert_same(weights(model), before)
         assert opt.preconditioner.steps == 0
-        saved = {"model": model.state_dict(), "optimizer": template}
         dcp.load(saved, checkpoint_id=path)
     else:
         saved = torch.load(f"{path}{rank()}" if way == "shares" else path, weights_only=True)
-    model.load_state_dict(saved["model"])
     how = WAYS[way]
     if how is None:
+        model.load_state_dict(saved["model"])
         quietly_load(opt, saved["optimizer"])
         return
-    state = saved["optimizer"] if rank() == 0 or not how.broadcast_from_rank0 else {}
+    if how.broadcast_from_rank0 and rank() > 0:
+        saved = {"model": {}, "optimizer": {}}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        set_optimizer_state_dict(model, opt, state, options=how)
+        set_model_state_dict(model, saved["model"], options=how)
+        set_optimizer_state_dict(model, opt, saved["optimizer"], options=how)
 
 
 def goes_on(plan: Plan, way: str, path: str, at: int, frozen: tuple[str, ...]) -> list[Any]:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kaisa_optim import KFACSGD, KFACAdam
+from tests.core.test_coverage import Tied
 from tests.core.test_distribution import assert_as_alone
-from tests.core.test_ties import Tied
 from tests.support.cluster import CLASSES, INPUTS, NETWORKS, Plan, Trained, even, train, train_alone
 from tests.support.ranks import run
 from tests.support.training import ANEW, assert_same, descend

@@ -53,7 +53,6 @@ def test_the_example_of_fully_shard_trains_on_two_ranks():
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_says_how_it_is_run_and_is_listed(path):
     about = ast.get_docstring(ast.parse(path.read_text()))
-    assert about
     assert path.name in about or "training specification" in about
     assert f"[{path.name}]({path.name})" in (EXAMPLES / "README.md").read_text()
 
@@ -63,5 +62,4 @@ def test_batch_scripts_start_the_applications_that_there_are(path):
     text = path.read_text()
     for name in text.split("benchmarks.applications.")[1:]:
         module = name.split()[0]
-        assert importlib.util.find_spec("benchmarks") is not None
         assert (EXAMPLES.parent / "benchmarks" / "applications" / f"{module}.py").exists()

@@ -9,13 +9,8 @@ from kaisa_optim import KFACSGD
 
 preconditioners = pytest.importorskip("kfac.preconditioner")
 
-SHARED = {
-    "factor_update_steps": 1,
-    "inv_update_steps": 3,
-    "damping": 0.003,
-    "factor_decay": 0.95,
-    "kl_clip": 0.001,
-}
+SHARED = {"factor_update_steps": 1, "inv_update_steps": 3}
+SHARED |= {"damping": 0.003, "factor_decay": 0.95, "kl_clip": 0.001}
 
 
 def network():

@@ -60,14 +60,9 @@ def train(
 # ---------------------------------------------------------------- transformers
 
 WORDS, WIDTH = 96, 32
-DECODER = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+BLOCKS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}
+BLOCKS |= {"intermediate_size": 64}
+DECODER = {"vocab_size": WORDS, **BLOCKS, "max_position_embeddings": 64}
 GROUPED = {**DECODER, "num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 8}
 GPT = {"vocab_size": WORDS, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_positions": 64}
@@ -78,15 +73,7 @@ SEQ2SEQ = {
     **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
     **{f"{part}_ffn_dim": 64 for part in ("encoder", "decoder")},
 }
-IMAGES = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": 5,
-}
+IMAGES = {**BLOCKS, "image_size": 16, "patch_size": 4, "num_labels": 5}
 
 
 def on_words(model: nn.Module) -> Tensor:

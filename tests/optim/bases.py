@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import pickle
 from typing import Any
 
 import torch
@@ -124,6 +125,10 @@ def entries(opt: Any, model: nn.Module) -> dict[str, dict[str, Any]]:
 def matrix(parts: dict[str, Tensor], layer: str) -> Tensor:
     """A layer's weight with its bias as the last column."""
     return torch.cat([parts[f"{layer}.weight"], parts[f"{layer}.bias"][:, None]], 1)
+
+
+def pickled(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
 
 
 def name_of(thing: Any) -> str:
