@@ -77,7 +77,7 @@ def _signature(thing: Any) -> str:
             break
         if p.name in ("self", "cls"):
             continue
-        stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(p.kind.name, "")
         default = "" if p.default is p.empty else f"={p.default!r}"
         told.append(f"{stars}{p.name}{default}")
     return f"({', '.join(told)})"
