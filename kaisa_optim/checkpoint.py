@@ -140,7 +140,7 @@ def consolidate(
     registry, items = kfac.registry, []
     sources: dict[Tensor, int] = {}
     for layer in registry.active:
-        sources |= dict.fromkeys(layer.parameters, registry.owner(layer, "g"))
+        sources |= dict.fromkeys(layer.trainable, registry.owner(layer, "g"))
         if registry.states[layer.name].has_average:
             items += [item for _, item in _tensors(kfac, layer) if item.source != to]
     for p, tensor in momenta.items():

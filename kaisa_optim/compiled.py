@@ -165,8 +165,14 @@ class Groups:
 
     def stepped(self) -> tuple[set[Tensor], set[Tensor]]:
         """Return parameters that K-FAC steps in the base's place, and those with momenta here."""
-        directs = self._rule.makes_directions
-        return self._ready(self._registry.with_state) if directs else (set(), set())
+        if not self._rule.makes_directions:
+            return set(), set()
+        ready, collected = self._ready(self._registry.with_state)
+        for layer in self._registry.with_state:  # a frozen part of a layer rests, with its momentum
+            resting = set(layer.trainable).difference(layer.parameters)
+            ready |= resting
+            collected |= resting if layer.parameters[0] in collected else set()
+        return ready, collected
 
     def _ready(self, layers: Collection[Layer]) -> tuple[set[Tensor], set[Tensor]]:
         # Return parameters without other layers than these, and those that this rank collects.

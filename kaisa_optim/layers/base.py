@@ -106,7 +106,7 @@ class Layer:
     module: nn.Module
     covers: tuple[bool, bool]  # weight and bias: trained, not frozen when statistics were taken
     parameters: tuple[nn.Parameter, ...]  # the covered ones, weight first
-    trainable: list[nn.Parameter | None]  # those in the optimizer's groups, frozen or not
+    trainable: list[nn.Parameter]  # those in the optimizer's groups, frozen or not
     names = "weight", "bias"  # as the module calls its parameters
     number = 0  # in the order of the model's layers
     tag = ""  # tells layers apart that may share a parameter
@@ -143,7 +143,8 @@ class Layer:
         pair = self.weight, self.bias
         marked = zip(pair, covers, strict=True)
         self.parameters = tuple([p for p, covered in marked if covered and p is not None])
-        self.trainable = [p for p, trained in zip(pair, self.trained, strict=True) if trained]
+        trained = zip(pair, self.trained, strict=True)
+        self.trainable = [p for p, is_trained in trained if is_trained and p is not None]
 
     @property
     def inputs(self) -> int:

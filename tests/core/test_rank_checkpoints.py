@@ -353,7 +353,7 @@ def require(model: nn.Sequential, names: tuple[str, ...], required: bool) -> Non
         ("hybrid, parted", "dcp, flat", "sgd", "polar", 3, ()),
         *((spread, "full", "adam", "polar", 3, ()) for spread in EVERY),
         *((spread, "full, from rank 0", "sgd", "polar", 3, ()) for spread in EVERY),
-        ("default", "whole", "sgd", "polar", 4, ("weight", "bias")),
+        *(("default", "whole", "sgd", "polar", 4, x) for x in (("weight", "bias"), ("bias",))),
     ],
 )
 def test_the_same_ranks_go_on_bit_for_bit(spread, way, optimizer, method, at, frozen, tmp_path):
