@@ -157,6 +157,7 @@ class BaseStep:
 
     def follow(self, plan: CompiledPlan) -> BaseNumbers:
         """Take gradients into the momenta; leave what directions are made of in the stacks."""
+        # A parameter without a gradient keeps its momentum, and makes no direction.
         groups, gradients = self.optimizer.param_groups, [p.grad for p in plan.parameters]
         if plan.has_shards:
             gradients = parts_here(gradients)  # type: ignore[arg-type, assignment]

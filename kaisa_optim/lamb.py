@@ -366,7 +366,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _buckets(*lists: list[Tensor]) -> Iterator[list[Any]]:
-    # Split the lists by device and dtype: foreach takes mixed ones tensor by tensor, unasked.
+    # Split the lists by device and dtype: foreach takes mixed ones tensor by tensor, silently.
     groups = _group_tensors_by_device_and_dtype([list[Tensor | None](ts) for ts in lists])
     return (bucket for bucket, _ in groups.values())
 

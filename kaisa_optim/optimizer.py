@@ -301,7 +301,7 @@ class KFACMixin(Optimizer):
         kfac, base, momenta = self.preconditioner, self.base_part, dict[Tensor, Tensor]()
         stepped, stored = kfac.groups.stepped()
         # Each rank has its own part of a sharded momentum, as of the parameter.
-        sharded = {p for layer in kfac.registry.sharded for p in layer.parameters}
+        sharded = {p for layer in kfac.registry.sharded for p in layer.trainable}
         for group in self.param_groups:
             for p in [p for p in group["params"] if p in stepped and p not in sharded]:
                 entry = self.state.get(p, {})

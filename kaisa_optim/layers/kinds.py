@@ -125,7 +125,7 @@ Reasons = dict[Tensor | None, str]  # why parameters have no layer
 # Modules of torch whose calls do not show the rows of each weight, such as fused kernels.
 _OPAQUE = nn.RNNBase, nn.RNNCellBase, nn.Bilinear, nn.EmbeddingBag, ParametrizationList
 # The reason for what only scales or shifts entries; a warning of poor coverage leaves these out.
-SCALES = "scales or shifts entries: the base optimizer steps it"
+SCALES = "only scales or shifts: the base optimizer steps it"
 
 
 class MatrixLayer(SequenceRows):

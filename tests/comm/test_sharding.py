@@ -582,6 +582,20 @@ def test_ranks_go_on_from_their_shares_or_from_a_full_state(plan, way, tmp_path)
         assert_same(resumed, straight)
 
 
+def consolidates_beside_a_frozen_bias(plan: Plan) -> bool:
+    model = sharded(plan)
+    opt = optimizer(plan, model)
+    learn(plan, model, opt, range(1))
+    model.body[0].bias.requires_grad_(False)
+    learn(plan, model, opt, range(1, 3))
+    opt.consolidate_state_dict()
+    return "momentum_buffer" in opt.state[model.body[0].bias]
+
+
+def test_a_sharded_momentum_that_rests_stays_in_its_shards():
+    assert run(2, consolidates_beside_a_frozen_bias, Plan((2,), some)) == [True, True]
+
+
 def goes_on_from_plain_adam(plan: Plan) -> dict[str, Tensor]:
     """On ranks, or alone."""
     model, other = (sharded(plan) if dist.is_initialized() else net() for _ in range(2))

@@ -18,7 +18,7 @@ from tests.support.ranks import CAN_SHARD, run
 from tests.support.training import backward, descend, network, train, warnings_as
 from tests.support.watch import Body, assert_close, exact, normal, seeded, solved, taken
 
-SCALES = "scales or shifts entries: the base optimizer steps it"
+SCALES = "only scales or shifts: the base optimizer steps it"
 
 
 class Other(nn.Bilinear):

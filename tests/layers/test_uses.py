@@ -401,7 +401,7 @@ def test_the_base_steps_what_scales_or_shifts_entries(normalization):
     report = opt.preconditioner.coverage()
     names = {name for name in steps if not name.startswith(("first.0", "head"))}
     reasons = {name: one.reason for name, one in report.left.items()}
-    text = "scales or shifts entries: the base optimizer steps it"
+    text = "only scales or shifts: the base optimizer steps it"
     assert reasons == dict.fromkeys(names, text)
     for name in names:
         assert_close(steps[name], gradients[name])
