@@ -75,7 +75,7 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
-AVERAGED = {"AdamW": ("KFACAdam", "SOAP", "Muon"), "SGD": ("KFACSGD",)}
+AVERAGED = {"AdamW": ("KFACAdam", "SOAP", "Muon")}
 MISSED = (1.0, 1.0)  # shares that count where the baseline's loss is not reached
 NANOGPT, AT_SECONDS = "nanogpt", "loss at AdamW's seconds"
 MASKED = {
@@ -120,12 +120,12 @@ def kept(name: str) -> Any:
 
 
 CHOICES = {  # what stands in the place of each optimizer, and the rates to try
-    "AdamW": ("with_kfac(torch.optim.AdamW)(model, lr=...)", "yours, 3 and 10 times it"),
-    "Adam, no decay": ("KFACAdam(model, lr=...)", "yours, 3 and 10 times it"),
-    "SGD": ("KFACSGD(model, lr=..., momentum=0.9)", "yours, 3 and 10 times it"),
-    "LAMB": ("KFACLAMB(model, lr=...)", "yours, 3 times it"),
-    "Muon": ("KFACAdam(model, lr=...)", "those of AdamW beside it"),
-    "another": ("with_kfac(it)(model, lr=...)", "yours, 3 times it"),
+    "AdamW": ("with_kfac(torch.optim.AdamW)(model, lr=...)", "⅓, 1, 3 and 10 times yours"),
+    "Adam, no decay": ("KFACAdam(model, lr=...)", "⅓, 1, 3 and 10 times yours"),
+    "SGD": ("KFACSGD(model, lr=..., momentum=0.9)", "⅓, 1, 3 and 10 times yours"),
+    "LAMB": ("KFACLAMB(model, lr=...)", "⅓, 1 and 3 times yours"),
+    "Muon": ("KFACAdam(model, lr=...)", "the same, of AdamW's rate"),
+    "another": ("with_kfac(it)(model, lr=...)", "⅓, 1 and 3 times yours"),
 }
 
 
@@ -179,9 +179,8 @@ def shares() -> str:
 
 def mean_shares(base_name: str) -> list[tuple[str, int, int, float, float]]:
     """Return names, tasks that all beside a baseline have, missed ones, and mean shares."""
-    names, contests = AVERAGED[base_name], [*CONTESTS]
-    if base_name == "SGD":
-        contests = [*dict.fromkeys(x._replace(baseline="SGD") for x in CONTESTS)]
+    names = AVERAGED[base_name]
+    contests = [*dict.fromkeys(x._replace(baseline=base_name) for x in CONTESTS)]
     tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
     tasks.append([of_nanogpt(base_name, name) for name in names])
     columns = zip(*(task for task in tasks if None not in task), strict=True)
