@@ -25,7 +25,7 @@ SUMS = {
     "functions of the package": 643,
     "files of the package": 43,
     "lines of tools": 2_180,
-    "lines of tests": 22_894,
+    "lines of tests": 22_908,
     "lines of benchmarks": 7_890,
 }
 ALLOWED = 0.0  # the share by which a change under way may exceed them; 0 when it has landed

@@ -52,7 +52,7 @@ def train(
         values = losses_of(model, loss, opt, steps)
     report = opt.preconditioner.coverage()
     # Scales and shifts are the base's in every network.
-    left = sum(x.size for x in report.left.values() if not x.reason.startswith("scales or shifts"))
+    left = sum(x.size for x in report.left.values() if not x.reason.startswith("only scales"))
     assert left <= (1 - least) * report.total, report.left
     assert all(map(math.isfinite, values)), values
 
