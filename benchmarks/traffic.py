@@ -2,7 +2,7 @@
 
 And how long ranks wait for each other's decompositions.
 
-    python -m benchmarks.traffic [--plot docs/images/fraction.png]
+    python -m benchmarks.traffic [--plot FILE.png]
 
 Nothing is trained and no rank is started: bytes follow from the models' shapes. With ``--plot``,
 memory is drawn against traffic over ``grad_worker_fraction``, on 16 and on 64 ranks.
