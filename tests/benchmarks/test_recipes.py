@@ -75,25 +75,25 @@ class Ends:
 @pytest.mark.parametrize(
     ("peak", "grid"),
     [
-        (0.1, [0.05, 0.1, 0.2, 0.4]),
-        (0.8, [0.05, 0.1, 0.2, 0.4, 0.8, 1.6]),
-        (0.025, [0.013, 0.025, 0.05, 0.1, 0.2, 0.4]),
+        (0.2, [0.1, 0.2, 0.4]),
+        (0.8, [0.1, 0.2, 0.4, 0.8, 1.6]),
+        (0.05, [0.025, 0.05, 0.1, 0.2, 0.4]),
     ],
 )
 def test_a_grid_goes_on_until_its_best_rate_is_inside(peak, grid):
     ends = Ends(lambda lr, seed, length: 0.99 - abs(lr - peak))
     assert cifar.row("SGD", 1, ends.get)["lr"] == peak
-    assert sorted({lr for lr, _, _ in ends.asked}) == grid
-    assert {(seed, length) for _, seed, length in ends.asked} == {(0, 6)}
+    assert sorted({lr for lr, _, length in ends.asked if length == 6}) == grid
+    assert {(lr, seed) for lr, seed, length in ends.asked if length > 6} == {(peak, 0)}
 
 
-def test_lengths_grow_until_the_mean_of_the_seeds_is_at_the_target():
-    ends = Ends(lambda lr, seed, length: 0.79 + length / 100 + 0.06 * seed - abs(lr - 0.1))
+def test_lengths_are_bisected_by_the_first_seed_and_grow_until_the_mean_is_at_the_target():
+    ends = Ends(lambda lr, seed, length: 0.805 + length / 100 - 0.02 * seed - abs(lr - 0.2))
     row = cifar.row("SGD", 2, ends.get)
-    assert [length for lr, seed, length in ends.asked if seed == 1] == [6, 9]
-    assert (row["lr"], row["epochs"], row["seeds"]) == (0.1, 9, 2)
-    assert row["accuracies"] == pytest.approx([0.88, 0.94])
-    assert (row["steps"], row["seconds"], row["ms per step"]) == (900, 94.5, 105)
+    assert [length for lr, seed, length in ends.asked if seed == 1] == [10, 12]
+    assert (row["lr"], row["epochs"], row["seeds"]) == (0.2, 12, 2)
+    assert row["accuracies"] == pytest.approx([0.925, 0.905])
+    assert (row["steps"], row["seconds"], row["ms per step"]) == (1200, 126, 105)
 
 
 def test_a_row_tells_that_no_length_reaches_the_target():
