@@ -75,7 +75,7 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
-AVERAGED = {"AdamW": ("KFACAdam", "SOAP", "Muon")}
+AVERAGED, BESIDE = ("KFACAdam", "SOAP", "Muon"), "AdamW"
 MISSED = (1.0, 1.0)  # shares that count where the baseline's loss is not reached
 NANOGPT, AT_SECONDS = "nanogpt", "loss at AdamW's seconds"
 MASKED = {
@@ -177,27 +177,25 @@ def shares() -> str:
     return traffic.table(["task, baseline", *names], rows)
 
 
-def mean_shares(base_name: str) -> list[tuple[str, int, int, float, float]]:
-    """Return names, tasks that all beside a baseline have, missed ones, and mean shares."""
-    names = AVERAGED[base_name]
-    contests = [*dict.fromkeys(x._replace(baseline=base_name) for x in CONTESTS)]
-    tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in names] for x in contests]
-    tasks.append([of_nanogpt(base_name, name) for name in names])
+def mean_shares() -> list[tuple[str, int, int, float, float]]:
+    """Return names, numbers of tasks in which all were measured and of missed ones, and means."""
+    contests = [*dict.fromkeys(x._replace(baseline=BESIDE) for x in CONTESTS)]
+    tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in AVERAGED] for x in contests]
+    tasks.append([of_nanogpt(BESIDE, name) for name in AVERAGED])
     columns = zip(*(task for task in tasks if None not in task), strict=True)
     means_of = []
-    for name, found in zip(names, columns, strict=False):  # no columns without a common task
+    for name, found in zip(AVERAGED, columns, strict=False):  # no columns without a common task
         steps, seconds = (statistics.geometric_mean(x) for x in zip(*found, strict=True))
         means_of.append((name, len(found), found.count(MISSED), steps, seconds))
     return means_of
 
 
 def averages() -> str:
-    """Return geometric means of the shares, over tasks that all beside a baseline have."""
+    """Return geometric means of the shares, over tasks in which all were measured."""
     rows = []
-    for base_name in AVERAGED:
-        for name, tasks, missed, *parts in mean_shares(base_name):
-            cells = [str(tasks), str(missed), *(f"{part:.2f}" for part in parts)]
-            rows.append([f"{name}, {base_name}", *cells])
+    for name, tasks, missed, *parts in mean_shares():
+        cells = [str(tasks), str(missed), *(f"{part:.2f}" for part in parts)]
+        rows.append([f"{name}, {BESIDE}", *cells])
     return traffic.table(["optimizer, baseline", "tasks", "missed", "steps", "seconds"], rows)
 
 
@@ -226,7 +224,7 @@ def first() -> str:
         if row["steps"] == ALL_STEPS:
             steps.setdefault(row["optimizer"], row.get("steps to the target", math.nan))
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
-    of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares("AdamW")}
+    of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares()}
     tasks, share, seconds = of["KFACAdam"]
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
