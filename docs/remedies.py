@@ -36,6 +36,9 @@ REMEDIES = {
         "torch.distributed.checkpoint."
     ),
     # errors
+    "has its weight and bias in parameter groups": (
+        "Give both groups the same damping and factor_decay. Rates and weight decay may differ."
+    ),
     "has no attribute": "Take a name of the API.",
     "on ranks … differs from rank 0's": (
         "The ranks have other weights or gradients. Do what the message ends with."

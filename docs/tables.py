@@ -75,7 +75,7 @@ CONTESTANTS = {
     "SOAP": "SOAP",
     "Muon": "Muon",
 }
-AVERAGED, BESIDE = ("KFACAdam", "SOAP", "Muon"), "AdamW"
+AVERAGED = "KFACAdam", "SOAP", "Muon"
 MISSED = (1.0, 1.0)  # shares that count where the baseline's loss is not reached
 NANOGPT, AT_SECONDS = "nanogpt", "loss at AdamW's seconds"
 MASKED = {
@@ -124,7 +124,7 @@ CHOICES = {  # what stands in the place of each optimizer, and the rates to try
     "Adam, no decay": ("KFACAdam(model, lr=...)", "⅓, 1, 3 and 10 times yours"),
     "SGD": ("KFACSGD(model, lr=..., momentum=0.9)", "⅓, 1, 3 and 10 times yours"),
     "LAMB": ("KFACLAMB(model, lr=...)", "⅓, 1 and 3 times yours"),
-    "Muon": ("KFACAdam(model, lr=...)", "the same, of AdamW's rate"),
+    "Muon": ("KFACAdam(model, lr=...)", "⅓, 1, 3 and 10 times AdamW's"),
     "another": ("with_kfac(it)(model, lr=...)", "⅓, 1 and 3 times yours"),
 }
 
@@ -179,9 +179,8 @@ def shares() -> str:
 
 def mean_shares() -> list[tuple[str, int, int, float, float]]:
     """Return names, numbers of tasks in which all were measured and of missed ones, and means."""
-    contests = [*dict.fromkeys(x._replace(baseline=BESIDE) for x in CONTESTS)]
-    tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in AVERAGED] for x in contests]
-    tasks.append([of_nanogpt(BESIDE, name) for name in AVERAGED])
+    tasks = [[reached(x, CONTESTANTS[name], MISSED) for name in AVERAGED] for x in CONTESTS]
+    tasks.append([of_nanogpt("AdamW", name) for name in AVERAGED])
     columns = zip(*(task for task in tasks if None not in task), strict=True)
     means_of = []
     for name, found in zip(AVERAGED, columns, strict=False):  # no columns without a common task
@@ -195,8 +194,8 @@ def averages() -> str:
     rows = []
     for name, tasks, missed, *parts in mean_shares():
         cells = [str(tasks), str(missed), *(f"{part:.2f}" for part in parts)]
-        rows.append([f"{name}, {BESIDE}", *cells])
-    return traffic.table(["optimizer, baseline", "tasks", "missed", "steps", "seconds"], rows)
+        rows.append([name, *cells])
+    return traffic.table(["optimizer", "tasks", "missed", "steps", "seconds"], rows)
 
 
 def nanogpt_rows() -> list[dict[str, Any]]:
@@ -214,7 +213,7 @@ def nanogpt() -> str:
         met = [x.get(f"{name} to the target") for name in ("steps", "seconds")]
         rows.append([*cells, *("" if y is None else f"{y:,.0f}" for y in met)])
     head = ["optimizer, rate", "loss at ¼", "½", "¾", "the end", "at AdamW's seconds"]
-    return traffic.table([*head, "a step", "steps to 1.88", "seconds"], rows)
+    return traffic.table([*head, "a step's time ÷ AdamW's", "steps to 1.88", "seconds"], rows)
 
 
 def first() -> str:
@@ -228,9 +227,9 @@ def first() -> str:
     tasks, share, seconds = of["KFACAdam"]
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
-        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, it comes to AdamW's "
-        f"last loss in {share:.2f} of AdamW's steps and {seconds:.2f} of its seconds (SOAP "
-        f"{of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, it comes to the last "
+        f"loss of AdamW or SGD in {share:.2f} of their steps and {seconds:.2f} of their seconds "
+        f"(SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
         f"{of['Muon'][2]:.2f}; geometric means)."
     )
 
@@ -361,14 +360,14 @@ def beside() -> str:
         for machine in MACHINES:
             pair = [ratio(network, machine, "10/100", STEPS[x]) for x in ("eigenvectors", PEER)]
             shares.append((pair[0] or math.nan) / (pair[1] or math.nan))
-    kept_here = [fullest(model, name) for model in traffic.MODELS for name in traffic.STRATEGIES]
-    parts = [ours / papers for ours, papers in kept_here]
+    parts = [ours / papers for ours, papers in [fullest(x, "layer-wise") for x in traffic.MODELS]]
     return (
-        'Beside kfac-pytorch 0.4.2: with `normalization="kaisa"`, weights after 20 steps differ by '
-        "at most 1e-5 of their change. With eigenvectors, a step takes "
-        f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md). By "
-        f"default, the fullest of 64 ranks keeps [{min(parts):.2f} to {max(parts):.2f} of the "
-        "papers' state](docs/results/memory_traffic.md), by model and assignment."
+        "Beside kfac-pytorch 0.4.2, with "
+        "[its method](docs/guides/from_kfac_pytorch.md#why-damping-must-be-chosen-anew): 20 steps "
+        "move the weights alike, to 1e-5 of the way; a step takes "
+        f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md) on CPUs. "
+        f"By default, the fullest of 64 ranks keeps [{min(parts):.2f} to {max(parts):.2f} of the "
+        "papers' state](docs/results/memory_traffic.md), by model."
     )
 
 
@@ -492,12 +491,12 @@ def remedy(text: str) -> tuple[str, str]:
 
 def messages() -> str:
     """Return the tables of all messages, by what a user does when they come."""
-    found = Source().messages
-    text = []
+    found, seen, text = Source().messages, set[str](), list[str]()
     for title, modules in SECTIONS.items():
         rows = []
         for message in found:
-            if message.module.startswith(modules):
+            if message.module.startswith(modules) and message.text not in seen:
+                seen.add(message.text)
                 wrong, what = remedy(message.text)
                 if wrong.startswith(ANY_OPTION):
                     continue  # the message itself says what is valid

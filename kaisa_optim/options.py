@@ -227,8 +227,8 @@ _REFRESHES = (
     Option("inv_dtype", None, "torch.dtype | None",
            _one_of(None, torch.bfloat16, torch.float16, torch.float32, torch.float64,
                    must="it must be a floating torch.dtype, or None: as for factors"),
-           "The dtype in which eigenvectors or inverses are stored. None: as for factors. With "
-           "torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
+           "The dtype in which roots, eigenvectors or inverses are stored. None: as for factors. "
+           "With torch.bfloat16, gradients are multiplied in it where the device is fast at that.",
            guide="precision.md"),
     Option("max_failures", None, "int | None",
            _number(lambda x: x >= 0, "a count, 0 or more, or None", None, whole=True),
