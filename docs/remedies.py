@@ -36,7 +36,7 @@ REMEDIES = {
         "torch.distributed.checkpoint."
     ),
     # errors
-    "got an unexpected keyword argument": "The message names what takes its place.",
+    "unexpected keyword argument …; …": "The message names what takes its place.",
     "does not divide …": "Use one of the fractions that the message names.",
     "has its weight and bias in parameter groups": (
         "Give both groups the same damping and factor_decay. Rates and weight decay may differ."
