@@ -227,8 +227,9 @@ def first() -> str:
     tasks, share, seconds = of["KFACAdam"]
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
-        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, it comes to the last "
-        f"loss of AdamW or SGD in {share:.2f} of their steps and {seconds:.2f} of their seconds "
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, this one among "
+        f"them, it comes to their target in {share:.2f} of the baseline's steps and {seconds:.2f} "
+        "of its seconds "
         f"(SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
         f"{of['Muon'][2]:.2f}; geometric means)."
     )
@@ -363,8 +364,8 @@ def beside() -> str:
     parts = [ours / papers for ours, papers in [fullest(x, "layer-wise") for x in traffic.MODELS]]
     return (
         "Beside kfac-pytorch 0.4.2, with "
-        "[its method](docs/guides/from_kfac_pytorch.md#why-damping-must-be-chosen-anew): 20 steps "
-        "move the weights alike, to 1e-5 of the way; a step takes "
+        "[its method](docs/guides/from_kfac_pytorch.md#why-damping-must-be-chosen-anew): after 20 "
+        "steps, weights differ by at most 1e-5 of their change. With eigenvectors, a step takes "
         f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md) on CPUs. "
         f"By default, the fullest of 64 ranks keeps [{min(parts):.2f} to {max(parts):.2f} of the "
         "papers' state](docs/results/memory_traffic.md), by model."
