@@ -120,9 +120,9 @@ def last(run: dict[str, Any]) -> float:
 
 def row(name: str, seeds: int, get: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Return a length that reaches the target, by bisection, its steps and seconds to it."""
-    one = partial(get, name=name, seed=0)
-    lr = best_rate(CONTESTANTS[name][1], lambda lr: -last(one(lr=lr, length=LENGTHS[0])))
-    shortest = bisect_left(LENGTHS[:-1], TARGET, key=lambda n: last(one(lr=lr, length=n)))
+    trial = partial(get, name=name, seed=0)
+    lr = best_rate(CONTESTANTS[name][1], lambda lr: -last(trial(lr=lr, length=LENGTHS[0])))
+    shortest = bisect_left(LENGTHS[:-1], TARGET, key=lambda n: last(trial(lr=lr, length=n)))
     for length in LENGTHS[shortest:]:
         runs = [get(name=name, lr=lr, seed=seed, length=length) for seed in range(seeds)]
         ends = [last(run) for run in runs]

@@ -25,10 +25,10 @@ from docs.tables import (
     RATES,
     ROOT,
     STEPS,
+    best_of_nanogpt,
     curve,
     fullest,
     kept,
-    nanogpt_rows,
     ratio,
     reached,
 )
@@ -153,10 +153,7 @@ def draw_strategies(plt: Any) -> None:
 
 def plot_nanogpt(plt: Any) -> None:
     """Draw the loss of nanoGPT's recipe over steps and over seconds, means of seeds."""
-    best: dict[str, dict[str, Any]] = {}
-    for row in nanogpt_rows():
-        if row["optimizer"] in PEERS and row["steps"] == ALL_STEPS:
-            best.setdefault(row["optimizer"], row)
+    best = best_of_nanogpt()
     runs = kept(f"{NANOGPT}_runs").values()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for name, colour in PEERS.items():

@@ -216,21 +216,27 @@ def nanogpt() -> str:
     return traffic.table([*head, "a step's time ÷ AdamW's", "steps to 1.88", "seconds"], rows)
 
 
+def best_of_nanogpt() -> dict[str, dict[str, Any]]:
+    """Return the best row of each optimizer, of equally many steps."""
+    of: dict[str, dict[str, Any]] = {}
+    for row in nanogpt_rows():
+        if row["steps"] == ALL_STEPS:
+            of.setdefault(row["optimizer"], row)
+    return of
+
+
 def first() -> str:
     """Return what the first page claims, in numbers."""
-    steps: dict[str, float] = {}
-    for row in nanogpt_rows():  # the best row of each, of equally many steps
-        if row["steps"] == ALL_STEPS:
-            steps.setdefault(row["optimizer"], row.get("steps to the target", math.nan))
+    best = best_of_nanogpt()
+    steps = {name: row.get("steps to the target", math.nan) for name, row in best.items()}
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
     of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares()}
     tasks, share, seconds = of["KFACAdam"]
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
-        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On {tasks} tasks, this one among "
-        f"them, it comes to their target in {share:.2f} of the baseline's steps and {seconds:.2f} "
-        "of its seconds "
-        f"(SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. To the targets of {tasks} tasks, "
+        f"it needs {share:.2f} of the baseline's steps and {seconds:.2f} of its seconds (SOAP "
+        f"{of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
         f"{of['Muon'][2]:.2f}; geometric means)."
     )
 
