@@ -39,7 +39,7 @@ from kaisa_optim import KFACSGD, KFACAdam
 from kaisa_optim.linalg.products import multiplies_in_half
 
 DEPTH, BATCH, TARGET = 20, 128, 0.9
-LENGTHS = (6, 7, 8, 9, 10, 12, 14, 16, 18, 21, 24, 28)  # epochs
+LENGTHS = (6, 10, 12, 14, 16, 18, 21, 24, 28, 32, 37)  # epochs
 
 
 def _muon(model: nn.Module, lr: float) -> Optimizer:
