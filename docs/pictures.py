@@ -153,11 +153,11 @@ def draw_strategies(plt: Any) -> None:
 
 def plot_nanogpt(plt: Any) -> None:
     """Draw the loss of nanoGPT's recipe over steps and over seconds, means of seeds."""
-    best = best_of_nanogpt()
+    rows = best_of_nanogpt()
     runs = kept(f"{NANOGPT}_runs").values()
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
     for name, colour in PEERS.items():
-        rate = best[name]["lr"]
+        rate = rows[name]["lr"]
         same = [x for x in runs if (x["name"], x["lr"], x["steps"]) == (name, rate, ALL_STEPS)]
         curves = [x["curve"] for x in same if "width" not in x]
         points = [[fmean(x) for x in zip(*at, strict=True)] for at in zip(*curves, strict=True)]

@@ -227,17 +227,16 @@ def best_of_nanogpt() -> dict[str, dict[str, Any]]:
 
 def first() -> str:
     """Return what the first page claims, in numbers."""
-    best = best_of_nanogpt()
-    steps = {name: row.get("steps to the target", math.nan) for name, row in best.items()}
+    steps = {x: y.get("steps to the target", math.nan) for x, y in best_of_nanogpt().items()}
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
     of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares()}
     tasks, share, seconds = of["KFACAdam"]
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
-        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. To the targets of {tasks} tasks, "
-        f"it needs {share:.2f} of the baseline's steps and {seconds:.2f} of its seconds (SOAP "
-        f"{of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, Muon {of['Muon'][1]:.2f} and "
-        f"{of['Muon'][2]:.2f}; geometric means)."
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. "
+        f"To the targets of {tasks} tasks, `KFACAdam` needs {share:.2f} of the baseline's steps "
+        f"and {seconds:.2f} of its seconds (SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, "
+        f"Muon {of['Muon'][1]:.2f} and {of['Muon'][2]:.2f}; geometric means)."
     )
 
 
@@ -372,7 +371,8 @@ def beside() -> str:
         "Beside kfac-pytorch 0.4.2, with "
         "[its method](docs/guides/from_kfac_pytorch.md#why-damping-must-be-chosen-anew): after 20 "
         "steps, weights differ by at most 1e-5 of their change. With eigenvectors, a step takes "
-        f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md) on CPUs. "
+        f"[{min(shares):.2f} to {max(shares):.2f} of its time](docs/results/step_time.md) on CPUs, "
+        "with refreshes every 100 steps. "
         f"By default, the fullest of 64 ranks keeps [{min(parts):.2f} to {max(parts):.2f} of the "
         "papers' state](docs/results/memory_traffic.md), by model."
     )

@@ -200,8 +200,8 @@ _REFRESHES = (
            "optimizer", schedulable=True, guide="tuning.md#where-to-start",
            follows=lambda x: 100 if x.is_polar else 50),
     Option("staggered", None, "bool | None", _FLAG_OR_NONE,
-           "True: layers gather in two steps of their interval, whole shapes divided by their "
-           "cost, and in more only where sums are large; refreshes follow in the same steps. "
+           "True: each layer gathers in one of two steps of its interval, of more where sums "
+           "are large, whole shapes divided by their cost; refreshes follow in the same steps. "
            'False: all layers in one step. None: True, unless normalization is "kaisa".',
            follows=lambda x: not x.kaisa_scaling),
     Option("compute_method", "polar", "str", _one_of("polar", "eigen", "inverse"),
