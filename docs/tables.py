@@ -212,7 +212,7 @@ def nanogpt() -> str:
         cells += [f"{x[AT_SECONDS]:.3f}", f"{x['of a step']:.2f}"]
         met = [x.get(f"{name} to the target") for name in ("steps", "seconds")]
         rows.append([*cells, *("" if y is None else f"{y:,.0f}" for y in met)])
-    head = ["optimizer, rate", "loss at ¼", "½", "¾", "the end", "at AdamW's seconds"]
+    head = ["optimizer, rate", "loss at ¼", "½", "¾", "the end", "after AdamW's seconds"]
     return traffic.table([*head, "a step's time ÷ AdamW's", "steps to 1.88", "seconds"], rows)
 
 
@@ -281,8 +281,8 @@ def findings() -> str:
     decayed = [curve("resnet8-256", f"{name}, decay")[0.1] for name in ("KFACSGD", "SGD")]
     return "\n".join(
         [
-            f"- KFACAdam ends below SOAP and Muon on {sum(lower)} of {len(lower)} tasks, by up to "
-            f"{-100 * min(margins)[0]:.0f} %.{''.join(above)}",
+            f"- KFACAdam ends below the better of SOAP and Muon on {sum(lower)} of {len(lower)} "
+            f"tasks, by up to {-100 * min(margins)[0]:.0f} %.{''.join(above)}",
             f"- KFACAdam reaches the baseline's loss in {min(steps):.2f} to {max(steps):.2f} of "
             f"its steps and {min(seconds):.2f} to {max(seconds):.2f} of its seconds.",
             f"- KFACAdam takes no more seconds than Muon on {len(faster)} of {len(pairs)} rows. "
