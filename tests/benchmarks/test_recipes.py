@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from benchmarks import airbench, cifar, nanogpt, recipes
 from benchmarks.airbench import CONTESTANTS, Network, patches, share
 
+GRIDS = {0.2: [0.1, 0.2, 0.4], 0.8: [0.1, 0.2, 0.4, 0.8, 1.6], 0.05: [0.025, 0.05, 0.1, 0.2, 0.4]}
+
 # ---- airbench ----
 
 
@@ -72,14 +74,7 @@ class Ends:
         return {"curve": [*curve, [100 * length, (10 + seed) * length, end]]}
 
 
-@pytest.mark.parametrize(
-    ("peak", "grid"),
-    [
-        (0.2, [0.1, 0.2, 0.4]),
-        (0.8, [0.1, 0.2, 0.4, 0.8, 1.6]),
-        (0.05, [0.025, 0.05, 0.1, 0.2, 0.4]),
-    ],
-)
+@pytest.mark.parametrize(("peak", "grid"), GRIDS.items())
 def test_a_grid_goes_on_until_its_best_rate_is_inside(peak, grid):
     ends = Ends(lambda lr, seed, length: 0.99 - abs(lr - peak))
     assert cifar.row("SGD", 1, ends.get)["lr"] == peak
@@ -94,6 +89,12 @@ def test_lengths_are_bisected_by_the_first_seed_and_grow_until_the_mean_is_at_th
     assert (row["lr"], row["epochs"], row["seeds"]) == (0.2, 12, 2)
     assert row["accuracies"] == pytest.approx([0.925, 0.905])
     assert (row["steps"], row["seconds"], row["ms per step"]) == (1200, 126, 105)
+
+
+def test_a_longer_schedule_may_take_half_of_the_best_rate():
+    short, long = lambda lr: 0.8 - abs(lr - 0.2), lambda lr, n: 0.802 + n / 200 - lr / 5
+    row = cifar.row("SGD", 1, Ends(lambda lr, _, n: short(lr) if n == 6 else long(lr, n)).get)
+    assert (row["lr"], row["epochs"]) == (0.1, 24)
 
 
 def test_a_row_tells_that_no_length_reaches_the_target():
