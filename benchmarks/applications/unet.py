@@ -33,7 +33,7 @@ DEFAULTS: Defaults = {
     "KFACSGD": {"lr": 0.1, "momentum": 0.9},
     "Adam": {"lr": 0.029},
     "AdamW": {"lr": 0.029},
-    "KFACAdam": {"lr": 0.03},
+    "KFACAdam": {"lr": 0.1},
     "KFACAdamW": {"lr": 0.03, "weight_decay": 0.003},
 }
 PRESETS: dict[str, Defaults] = {
