@@ -31,6 +31,7 @@ from docs.tables import (
     kept,
     ratio,
     reached,
+    widths,
 )
 from kaisa_optim.options import EARLY
 from kaisa_optim.plan.assignment import Hybrid
@@ -38,6 +39,7 @@ from kaisa_optim.plan.schedule import Schedule
 
 OURS, OTHERS, PALE = "#3f51b5", "#9e9e9e", "#c5cae9"
 PEERS = {"KFACAdam": OURS, "Muon": "#ef6c00", "SOAP": "#2e7d32", "AdamW": OTHERS}
+SHADES = "#c5cae9", "#7986cb", "#3f51b5", "#1a237e"  # the wider, the darker
 IMAGES = ROOT / "docs/images"
 
 
@@ -175,6 +177,21 @@ def plot_nanogpt(plt: Any) -> None:
     _save(plt, figure, IMAGES / "nanogpt.png")
 
 
+def plot_widths(plt: Any) -> None:
+    """Draw the last loss of nanoGPT's recipe over the rate, a line for each width."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axis, (name, lines) in zip(axes, widths().items(), strict=True):
+        for (width, losses), colour in zip(lines.items(), SHADES, strict=True):
+            axis.plot(list(losses), list(losses.values()), color=colour, label=f"{width} wide")
+            axis.plot(best(losses), min(losses.values()), "o", color=colour)
+        axis.set(title=name, xscale="log", xlabel="learning rate")
+        axis.minorticks_off()
+        axis.set_xticks(list(losses), [f"{lr:g}" for lr in losses])
+    axes[0].set_ylabel("validation loss at the end (lower is better)")
+    axes[1].legend(fontsize=8)
+    _save(plt, figure, PAGES / "widths.png")
+
+
 def plot_memory(plt: Any) -> None:
     """Draw weights, Adam's state and K-FAC's on the fullest rank, by model and ranks."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
@@ -227,7 +244,7 @@ def draw_all() -> None:
 
     draws: Sequence[Any] = (
         *(plot_convergence, plot_rates, plot_step_time, plot_bytes, draw_strategies),
-        *(plot_nanogpt, plot_memory, plot_timeline),
+        *(plot_nanogpt, plot_widths, plot_memory, plot_timeline),
     )
     for draw in draws:
         draw(plt)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import published, traffic
 from benchmarks.convergence.rates import Kept as Rated
-from benchmarks.convergence.rates import means
+from benchmarks.convergence.rates import best, means
 from benchmarks.convergence.tasks import TASKS
 from benchmarks.nanogpt import STEPS as ALL_STEPS
 from benchmarks.papers_account import Papers
@@ -216,6 +216,22 @@ def nanogpt() -> str:
     return traffic.table([*head, "a step's time ÷ AdamW's", "steps to 1.88", "seconds"], rows)
 
 
+def widths() -> dict[str, dict[int, dict[float, float]]]:
+    """Return, by optimizer, width and rate, the last losses of nanoGPT's recipe."""
+    of: dict[str, dict[int, dict[float, float]]] = {}
+    for row in kept(f"{NANOGPT}_widths")["rows"]:
+        losses = {float(lr): loss for lr, loss in row["losses"].items()}
+        of.setdefault(row["optimizer"], {})[row["width"]] = losses
+    return of
+
+
+def best_rates() -> str:
+    """Return the best rate of each optimizer at each width."""
+    of = widths()
+    rows = [[name, *(f"{best(x):g}" for x in found.values())] for name, found in of.items()]
+    return traffic.table(["width", *map(str, of["AdamW"])], rows)
+
+
 def best_of_nanogpt() -> dict[str, dict[str, Any]]:
     """Return the best row of each optimizer, of equally many steps."""
     of: dict[str, dict[str, Any]] = {}
@@ -231,13 +247,30 @@ def first() -> str:
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
     of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares()}
     tasks, share, seconds = of["KFACAdam"]
+    row = next(row for row in kept("cifar")["rows"] if row["optimizer"] == "KFACSGD")
+    of_steps, of_seconds = (row[f"of SGD's {field}"] for field in ("steps", "seconds"))
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
-        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. "
+        f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On CIFAR-10, `KFACSGD` brings "
+        f"ResNet-20 to 90 % in {of_steps:.2f} of SGD's steps and {of_seconds:.2f} of its seconds. "
         f"To the targets of {tasks} tasks, `KFACAdam` needs {share:.2f} of the baseline's steps "
         f"and {seconds:.2f} of its seconds (SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, "
         f"Muon {of['Muon'][1]:.2f} and {of['Muon'][2]:.2f}; geometric means)."
     )
+
+
+def cifar() -> str:
+    """Return each optimizer's length, steps and seconds to 90 % of CIFAR-10's test images."""
+    rows = []
+    for x in kept("cifar")["rows"]:
+        ends = " and ".join(f"{100 * y:.1f}" for y in x["accuracies"])
+        cells = [f"{x['optimizer']}, {x['lr']:g}", str(x["epochs"]), ends]
+        for field in ("steps", "seconds"):
+            share = x[f"of SGD's {field}"]
+            cells += [f"{x[field]:,.0f}" if x[field] else "", f"{share:.2f}" if share else ""]
+        rows.append([*cells, f"{x['ms per step']:.0f}"])
+    head = ["optimizer, rate", "epochs", "% at the end, two seeds", "steps to 90 %", "÷ SGD's"]
+    return traffic.table([*head, "seconds", "÷ SGD's", "ms a step"], rows)
 
 
 def losses() -> str:
@@ -536,12 +569,15 @@ TABLES = {
         "first": first,
         "choices": choices,
         "nanogpt": nanogpt,
+        "cifar": cifar,
         "averages": averages,
         "beside": beside,
         "memory": memory,
     },
     PAGES / "convergence.md": {
         "nanogpt": nanogpt,
+        "widths": best_rates,
+        "cifar": cifar,
         "shares": shares,
         "averages": averages,
         "losses": losses,
