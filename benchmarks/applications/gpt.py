@@ -4,9 +4,9 @@
     torchrun --standalone --nproc-per-node 4 -m benchmarks.applications.gpt --data FOLDER ...
 
 FOLDER has ``shakespeare.txt``, or ``--text`` names another file in it. Embeddings, norms and biases
-have a rate of their own, ``--ends-lr``; Muon steps them as AdamW does. The rates are those that the
-convergence benchmark found best for 300 steps of this network. No paper of K-FAC trained a GPT, so
-that there is no preset.
+may have a rate of their own, ``--ends-lr``; Muon steps them as AdamW does. The rates are those that
+the convergence benchmark found best for 300 steps of this network. No paper of K-FAC trained a GPT,
+so that there is no preset.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .common import Job, Ranks, draws, entry, seeded, warm_cosine
 DEFAULTS: Defaults = {
     "all": {"batch": 32, "steps": 300, "every": 15, "save_every": 100},
     "AdamW": {"lr": 0.0067, "ends_lr": 0.024, "weight_decay": 0.0},
-    "KFACAdam": {"lr": 0.023, "ends_lr": 0.027},
-    "KFACAdamW": {"lr": 0.023, "ends_lr": 0.027, "weight_decay": 0.0},
+    "KFACAdam": {"lr": 0.1},
+    "KFACAdamW": {"lr": 0.1, "weight_decay": 0.0},
     "Muon": {"lr": 0.028, "ends_lr": 0.041, "momentum": 0.9, "weight_decay": 0.0},
 }
 SMOKE: Defaults = {
