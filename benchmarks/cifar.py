@@ -36,22 +36,23 @@ from benchmarks.machine import keep
 from benchmarks.muon import Muon, muons_groups
 from benchmarks.networks import CifarResNet
 from benchmarks.recipes import Curve, Runs, arguments, best_rate, going_on
-from kaisa_optim import KFACSGD, KFACAdam
+from kaisa_optim import KFACSGD, with_kfac
 from kaisa_optim.linalg.products import multiplies_in_half
 
 DEPTH, BATCH, TARGET, NEAR = 20, 128, 0.9, 0.89
 LENGTHS = (6, 10, 12, 14, 16, 18, 21, 24, 28, 32, 37)  # epochs
 
 _SGD: Any = {"momentum": 0.9, "weight_decay": 5e-4}
+_DECAY: Any = {"weight_decay": 0.05}
 CONTESTANTS: dict[str, tuple[Callable[[nn.Module, float], Optimizer], list[float]]] = {
     "SGD": (lambda m, lr: SGD(m.parameters(), lr, nesterov=True, **_SGD), [0.1, 0.2, 0.4]),
-    "AdamW": (lambda m, lr: AdamW(m.parameters(), lr, weight_decay=0.05), [0.003, 0.01, 0.03]),
+    "AdamW": (lambda m, lr: AdamW(m.parameters(), lr, **_DECAY), [0.003, 0.01, 0.03]),
     "Muon": (
-        lambda m, lr: Muon(muons_groups(m, 0.003), lr=lr, momentum=0.95, weight_decay=0.0),
+        lambda m, lr: Muon(muons_groups(m, 0.003), lr=lr, momentum=0.95, **_DECAY),
         [0.01, 0.03, 0.1],
     ),
     "KFACSGD": (lambda model, lr: KFACSGD(model, lr=lr, **_SGD), [0.1, 0.2, 0.4]),
-    "KFACAdam": (lambda model, lr: KFACAdam(model, lr=lr), [0.01, 0.03, 0.1]),
+    "KFACAdamW": (lambda m, lr: with_kfac(AdamW)(m, lr=lr, **_DECAY), [0.003, 0.01, 0.03]),
 }
 
 
