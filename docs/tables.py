@@ -247,12 +247,14 @@ def first() -> str:
     own, soap, muon, adamw = (f"{steps[x]:,.0f}" for x in ("KFACAdam", "SOAP", "Muon", "AdamW"))
     of = {name: (tasks, x, y) for name, tasks, _, x, y in mean_shares()}
     tasks, share, seconds = of["KFACAdam"]
-    row = next(row for row in kept("cifar")["rows"] if row["optimizer"] == "KFACSGD")
-    of_steps, of_seconds = (row[f"of SGD's {field}"] for field in ("steps", "seconds"))
+    rows = {row["optimizer"]: row for row in kept("cifar")["rows"]}
+    fields = ("of SGD's steps", "of SGD's seconds")
+    ours, muons = ([f"{rows[x][y]:.2f}" for y in fields] for x in ("KFACSGD", "Muon"))
     return (
         f"On nanoGPT's recipe for CPUs, `KFACAdam` comes to the published loss in {own} steps; "
         f"Muon takes {muon}, SOAP {soap} and AdamW {adamw}. On CIFAR-10, `KFACSGD` brings "
-        f"ResNet-20 to 90 % in {of_steps:.2f} of SGD's steps and {of_seconds:.2f} of its seconds. "
+        f"ResNet-20 to 90 % in {ours[0]} of SGD's steps and {ours[1]} of its seconds (Muon "
+        f"{muons[0]} and {muons[1]}). "
         f"To the targets of {tasks} tasks, `KFACAdam` needs {share:.2f} of the baseline's steps "
         f"and {seconds:.2f} of its seconds (SOAP {of['SOAP'][1]:.2f} and {of['SOAP'][2]:.2f}, "
         f"Muon {of['Muon'][1]:.2f} and {of['Muon'][2]:.2f}; geometric means)."
@@ -264,7 +266,8 @@ def cifar() -> str:
     rows = []
     for x in kept("cifar")["rows"]:
         ends = " and ".join(f"{100 * y:.1f}" for y in x["accuracies"])
-        cells = [f"{x['optimizer']}, {x['lr']:g}", str(x["epochs"]), ends]
+        name = x["optimizer"].replace("KFACAdamW", "with_kfac(AdamW)")
+        cells = [f"{name}, {x['lr']:g}", str(x["epochs"]), ends]
         for field in ("steps", "seconds"):
             share = x[f"of SGD's {field}"]
             cells += [f"{x[field]:,.0f}" if x[field] else "", f"{share:.2f}" if share else ""]
