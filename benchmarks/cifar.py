@@ -10,8 +10,7 @@ bisection finds a length at whose end the first seed has 90 %; lengths grow from
 mean of all seeds has. The last length, at the best rate alone, is told where none has. SGD's
 momentum is Nesterov's, KFACSGD's is not. Steps and seconds go to the first mean of 90 %. One thread
 trains, in channels_last, and forward in bfloat16 where the CPU has instructions for it. Seconds are
-its CPU time, without measurements. Runs are kept in a file; a command that is started again goes
-on.
+its CPU time, without measurements. Runs are kept in a file, from which a new start goes on.
 """
 
 from __future__ import annotations
