@@ -92,7 +92,7 @@ def test_lengths_are_bisected_by_the_first_seed_and_grow_until_the_mean_is_at_th
 
 
 def test_a_longer_schedule_may_take_half_of_the_best_rate_where_little_is_missing():
-    ends = Ends(lambda lr, _, n: 0.786 + n / 200 - lr / 20 if n > 6 else 0.8 - abs(lr - 0.2))
+    ends = Ends(lambda lr, _, n: 0.669 + n / 100 - lr / 14 if n > 6 else 0.8 - abs(lr - 0.2))
     row = cifar.row("SGD", 1, ends.get)
     assert (row["lr"], row["epochs"]) == (0.1, 24)
     assert {n for lr, _, n in ends.asked if lr == 0.1} == {6, 24}
