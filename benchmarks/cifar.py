@@ -125,7 +125,7 @@ def row(name: str, seeds: int, get: Callable[..., dict[str, Any]]) -> dict[str, 
                 return
 
     shortest = bisect_left(LENGTHS[:-1], True, key=lambda length: any(reaching(length)))
-    ways = ((n, lr) for n in LENGTHS[shortest:-1] for lr in reaching(n))
+    ways = ((n, lr) for n in LENGTHS[shortest:] for lr in reaching(n))
     for length, lr in itertools.chain(ways, [(LENGTHS[-1], best)]):
         runs = [get(name=name, lr=lr, seed=seed, length=length) for seed in range(seeds)]
         ends = [last(run) for run in runs]
