@@ -11,8 +11,8 @@ REMEDIES = {
     ),
     # warnings
     "the base optimizer updates these": (
-        "K-FAC knows no layer kind for these parameters, or skip_layers names them. Read "
-        "print(optimizer.preconditioner) for the reasons; register a layer kind, or accept it."
+        "K-FAC knows no layer kind for these parameters. Read print(optimizer.preconditioner) "
+        "for the reasons; register a layer kind, or accept it."
     ),
     "All ranks raise this error": (
         "After an error of the base's step, the ranks' weights have drifted apart. Correct the "

@@ -173,7 +173,7 @@ _CURVATURE = (
            follows=lambda x: None if x.is_polar and x.weight_sharing == "expand" else 1.0),
     Option("statistics_precision", "highest", "str", _one_of("highest", "high", "medium"),
            "The precision of the statistics' float32 products, as in "
-           'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16.',
+           'torch.set_float32_matmul_precision: "high" is TF32, "medium" bfloat16 on CPUs.',
            guide="precision.md"),
     Option("normalization", "fisher", "str", _one_of("fisher", "kaisa"),
            '"kaisa" scales statistics as the papers\' own code does, for published settings.',

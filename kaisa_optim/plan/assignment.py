@@ -67,7 +67,7 @@ class WorkAssignment(ABC):
 
     @abstractmethod
     def gradient_workers(self, world: int) -> int:
-        """Return how many of ``world`` ranks precondition a layer: a divisor of ``world``."""
+        """Return how many of ``world`` ranks make a layer's direction: a divisor of ``world``."""
 
     def cost(self, size: int, diagonal: bool) -> float:
         """Return the cost of one factor, here the time of its decomposition."""
