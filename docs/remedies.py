@@ -55,7 +55,7 @@ REMEDIES = {
     ),
     "has no statistics yet": "Ask after the first step.",
     "needs the whole state": "Do both, as the message says.",
-    "that fully_shard has sharded": (
+    "that fully_shard shards": (
         "Save with torch.distributed.checkpoint, or load the weights alone into an unsharded model."
     ),
     "only some ranks have loaded": "Call load_state_dict() on all ranks.",

@@ -426,7 +426,7 @@ def of_base(optimizer: KFACMixin, state: dict[str, Any]) -> dict[str, Any]:
     kfac, base = optimizer.preconditioner, optimizer.base_part
     registry = kfac.registry
     if registry.sharded:
-        raise RuntimeError("base_state_dict() can't gather parameters that fully_shard has sharded")
+        raise RuntimeError("base_state_dict() can't collect parameters that fully_shard shards")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {p: state["state"].get(i, {}) for i, p in enumerate(parameters)}
     seconds: dict[Tensor, Tensor] = {}

@@ -93,7 +93,7 @@ def test_lengths_are_bisected_by_the_first_seed_and_grow_until_the_mean_is_at_th
 
 @pytest.mark.parametrize("longer", [24, 37])
 def test_a_longer_schedule_may_take_half_of_the_best_rate_where_little_is_missing(longer):
-    ends = Ends(lambda lr, _, n: 0.91 - (longer - n) / 100 - (lr / 14 if n > 6 else abs(lr - 0.2)))
+    ends = Ends(lambda lr, _, n: 0.92 - (longer - n) / 100 - (lr / 6 if n > 6 else abs(lr - 0.2)))
     row = cifar.row("SGD", 1, ends.get)
     assert (row["lr"], row["epochs"]) == (0.1, longer)
     assert {n for lr, _, n in ends.asked if lr == 0.1} == {6, longer}
